@@ -228,6 +228,7 @@ def test_what_gemma_3_and_phi_3_say_by_metadata_alone_is_kept(tmp_path):
     [
         ({"llama.logit_scale": 0.5}, {}, "smollm", "llama.logit_scale|logit_scale = 0.5"),
         ({f"{SCALE}type": "longrope"}, {}, "smollm", "rope.scaling.type = longrope"),
+        ({f"{SCALE}attn_factor": 1.2}, {}, "smollm", "rope.scaling.attn_factor = 1.2"),
         (
             {f"{SCALE}type": "yarn", f"{SCALE}yarn_log_multiplier": 0.1},
             {},

@@ -134,7 +134,7 @@ def test_no_variable_of_the_environment_is_obeyed(made, monkeypatch):
 
 REFUSED = [
     ("--template-option enable_thinking", "--template-option: 'enable_thinking' is not KEY=VALUE"),
-    ("--chat-template no/such", "--chat-template: 'no/such' is no file of text, nor gemma or plain"),
+    ("--chat-template no/such", "--chat-template: 'no/such' is no file of text, nor gemma or pla"),
     ("--chat-template pyproject.toml", "--chat-template: 'pyproject.toml' holds no Jinja template"),
     ("--template-option a=False", "--template-option: 'a=False': write false, as JSON does"),
     ("--template-option a=1 b=2 a=3", "--template-option: a is given twice; give it once"),

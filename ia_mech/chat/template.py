@@ -1,6 +1,7 @@
 """A chat template as a function of messages: rendering, and where a message's text stands in it."""
 
 import functools
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -80,6 +81,11 @@ class ChatTemplate:
         self._date, self._given = date, {"documents": None, **(options or {})}
         for name in options or {}:
             self._refuse_option(name)
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of the chat template, 16 hex digits."""
+        return hashlib.sha256(self.source.encode()).hexdigest()[:16]
 
     def render(self, messages: Sequence[Message], **options) -> str:
         """The dialogue's text, as ``apply_chat_template`` renders it; ``options`` are its keywords.

@@ -53,6 +53,8 @@ HARMLESS = {
     "tensor_data_layout": "Meta AI original pth",
 }
 SIZES = ("context_length", "feed_forward_length")  # a wrong one shows in the tensors, or in nothing
+ROTATION = ("rope.freq_base", "rope.freq_base_swa", "rope.scale_linear")
+SCALES = "rope.scaling."
 # Keys of a kind of scaled positions, besides its factor and the length it was trained with.
 SCALING: dict[str, dict[str, str]] = {
     "linear": {},
@@ -118,9 +120,9 @@ def _configuration(file: Path, _: int) -> PretrainedConfig:
         mappings: dict[str, Any] = GGUF_CONFIG_MAPPING
         known = mappings.get(architecture.replace("-", "_")) or mappings[config.model_type]
         done = {key for key, name in known.items() if name is not None}
-    scaling = {key for key in own if key.startswith(("rope.scal", "rope.freq_base"))}
-    for key in sorted(own.keys() - done - scaling):
-        _pass_on(config, key, own[key])
+    for key in sorted(own.keys() - done - {*ROTATION}):
+        if not key.startswith(SCALES):
+            _pass_on(config, key, own[key])
     _scale(config, own, _factors(file, tensors))
     for name in ("bos", "eos", "padding"):  # not those that other models of this kind have
         if f"tokenizer.ggml.{name}_token_id" not in metadata:
@@ -151,7 +153,7 @@ def _pass_on(config: PretrainedConfig, key: str, value: Any) -> None:
             rotation["partial_rotary_factor"] = value / width
     elif key == "attention.sliding_window" and config.model_type == "phi3":
         config.sliding_window = value or None
-    elif key not in SIZES and HARMLESS.get(key, not value) != value:
+    elif not (key in SIZES or (key in HARMLESS and HARMLESS[key] == value)):
         raise _refusal(key, value)
 
 
@@ -196,21 +198,22 @@ def _scale(config: PretrainedConfig, own: dict[str, Any], factors: dict[str, lis
             config.original_max_position_embeddings = length
     elif kind == "yarn":
         made = {"factor": factor, "original_max_position_embeddings": length}
-    elif kind == "linear" and factor != 1:
+    elif kind == "linear":
         made = {"factor": factor}
-    elif kind in ("none", "linear"):
+    elif kind == "none":
         return
     else:
         raise _refusal("rope.scaling.type", kind)
     names = SCALING.get(kind, {})
     plain = ("type", "factor", "original_context_length", "finetuned")
-    for key in (key for key in own if key.startswith("rope.scaling.")):
-        short = key.removeprefix("rope.scaling.")
+    for key in (key for key in own if key.startswith(SCALES)):
+        short = key.removeprefix(SCALES)
         if short in names:
             made[names[short]] = own[key]
         elif short not in plain:
             raise _refusal(key, own[key])
-    _rotation(config).update({"rope_type": kind, **made})
+    if (kind, factor) != ("linear", 1):
+        _rotation(config).update({"rope_type": kind, **made})
 
 
 def _of_frequencies(config: PretrainedConfig, factors: list[float]) -> dict[str, Any]:
