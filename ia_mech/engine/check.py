@@ -33,8 +33,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from ia_mech.engine.decode import Decoded, Row, decode
-from ia_mech.engine.installed import install, installed
-from ia_mech.engine.memory import LayerBytes
+from ia_mech.engine.installed import LayerBytes, install, installed
 from ia_mech.engine.sampling import draw_tokens, stream_key
 from ia_mech.engine.score import Turn, score
 from ia_mech.engine.shared import Engine, held

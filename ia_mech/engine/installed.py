@@ -17,7 +17,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel
@@ -29,10 +29,23 @@ from ia_mech.engine.shared import Engine, attend_shared, is_shared
 from ia_mech.engine.weights import reorder_weights
 from ia_mech.models.load import ROUTED, rotation_border, text_config
 
-if TYPE_CHECKING:
-    from ia_mech.engine.memory import LayerBytes
-
 ATTRIBUTE = "_ia_mech_installed"  # a model's attribute that holds its Installed
+
+
+class LayerBytes(NamedTuple):
+    """The bytes that each of so many alike layers holds of a sequence: ``each`` per token for the
+    last ``most`` tokens (None: for all), and ``fixed`` at any length. ``shared``: rows refer to
+    their context's, however long it is."""
+
+    layers: int
+    each: int
+    most: int | None
+    fixed: int
+    shared: bool
+
+    def of(self, tokens: int) -> int:
+        """Bytes of a sequence of so many tokens, in one layer."""
+        return self.fixed + self.each * (tokens if self.most is None else min(tokens, self.most))
 
 
 @dataclass
@@ -52,7 +65,7 @@ class Installed:
     attention: str
     border: int | None
     _engine: Engine
-    held: tuple["LayerBytes", ...] = ()
+    held: tuple[LayerBytes, ...] = ()
 
     @property
     def engine(self) -> Engine:

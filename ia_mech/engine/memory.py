@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from transformers import PreTrainedModel
 
-from ia_mech.engine.installed import installed
+from ia_mech.engine.installed import LayerBytes, installed
 from ia_mech.engine.weights import held_bytes
 from ia_mech.engine.workers import MOST_WORKERS, usable_cores, usable_memory
 from ia_mech.errors import UserError, is_out_of_memory
@@ -20,22 +20,6 @@ Result = TypeVar("Result")
 
 RESERVE = 8  # one part in so many of a device's memory is left to activations and drivers
 LOGITS_HELD = 3  # a step's logits, and two copies while a token is drawn from them
-
-
-class LayerBytes(NamedTuple):
-    """The bytes that each of so many alike layers holds of a sequence: ``each`` per token for the
-    last ``most`` tokens (None: for all), and ``fixed`` at any length. ``shared``: rows refer to
-    their context's, however long it is."""
-
-    layers: int
-    each: int
-    most: int | None
-    fixed: int
-    shared: bool
-
-    def of(self, tokens: int) -> int:
-        """Bytes of a sequence of so many tokens, in one layer."""
-        return self.fixed + self.each * (tokens if self.most is None else min(tokens, self.most))
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ class HfJudge(Judge):
             "prompt": prompt.prompt_hash(rubric, names_only=True),
             "calibrated": True,
             "weights_hash": self._subject.weights_hash,
-            "template": self._template.source,
+            "template": self._template.hash,
         }
 
     def judge(self, items: Sequence[Item]) -> list[Verdict]:
