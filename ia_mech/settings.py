@@ -83,16 +83,20 @@ def _template(text: str) -> str:
     """A chat template, given as its text, a file, or the name of one that is shipped."""
     if "{{" in text or "{%" in text:
         return utf8(text)
-    shipped = {file.stem: file for file in embedded.TEMPLATES.glob("*.jinja")}
-    file = shipped.get(text) or Path(text).expanduser()
+    shipped = _shipped_templates()
     try:
-        template = file.read_text(encoding="utf-8")
-    except (OSError, ValueError):
-        listed = " or ".join(sorted(shipped))
+        template = shipped.get(text) or Path(text).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError, RuntimeError):  # the last: ~ of an unknown user
+        listed = " or ".join(shipped)
         raise argparse.ArgumentTypeError(f"{text!r} is no file of text, nor {listed}") from None
     if "{{" not in template and "{%" not in template:
         raise argparse.ArgumentTypeError(f"{text!r} holds no Jinja template")
     return template
+
+
+def _shipped_templates() -> dict[str, str]:
+    files = sorted(embedded.TEMPLATES.glob("*.jinja"))
+    return {file.stem: file.read_text(encoding="utf-8") for file in files}
 
 
 def _opening(text: str) -> str:
@@ -368,6 +372,10 @@ class Settings:
             value, flag = getattr(self, one.name), one.metadata["flag"]
             if value == getattr(Settings(), one.name):
                 continue
+            if one.name == "chat_template":  # by its name, if it is a shipped one
+                value = {text: name for name, text in _shipped_templates().items()}.get(
+                    value, value
+                )
             words.append("--" + one.name.replace("_", "-"))
             if flag.mapping:
                 words += [shell_word(f"{key}={json.dumps(each)}") for key, each in value.items()]

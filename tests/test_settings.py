@@ -87,6 +87,7 @@ def test_a_chat_template_is_its_text_wherever_it_was_read(tmp_path):
     assert Settings(chat_template=file).folder() != given.folder()
     shipped = (embedded.TEMPLATES / "plain.jinja").read_text()
     assert Settings(chat_template="plain").chat_template == shipped
+    assert " --chat-template plain " in Settings(chat_template="plain").command(tmp_path)
     assert Settings(chat_template="plain").model_spec.chat_template == shipped
 
 
