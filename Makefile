@@ -3,11 +3,13 @@
 # `make test-all` runs the slow tests, too; `make lint` checks style, types and spelling.
 # `make study` makes a whole study of the embedded model, in some two hours.
 # `make gpu-check` runs the tests that need a GPU and the benchmark; see docs/engine.md.
-# All create .venv and install on first use; later calls reuse it.
+# All create .venv and install on first use, tests with what they need; later calls reuse it.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+TESTED := $(VENV)/.tested
+PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable
 
 DEMO := $(or $(IA_MECH_CACHE),cache)/demo
 
@@ -25,16 +27,16 @@ demo: $(INSTALLED)
 study: $(INSTALLED)
 	$(BIN)/python -m experiments.study smollm2-135m-instruct $(ARGS)
 
-test: $(INSTALLED)
+test: $(TESTED)
 	$(BIN)/python -m pytest $(ARGS)
 
-test-all: $(INSTALLED)
+test-all: $(TESTED)
 	$(BIN)/python -m pytest -m '' $(ARGS)
 
-gpu-check: $(INSTALLED)
+gpu-check: $(TESTED)
 	$(BIN)/python -m benchmarks.gpu_check $(ARGS)
 
-lint: $(INSTALLED)
+lint: $(TESTED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -48,5 +50,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 	  { echo "error: Python 3.11 or newer is needed; name one: make PYTHON=python3.12 …" >&2; exit 2; }
 	@$(PYTHON) -m venv $(VENV) || \
 	  { echo "error: no virtual environment could be made; on Debian: apt install python3-venv" >&2; exit 2; }
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	$(PIP) .
+	@touch $@
+
+$(TESTED): $(INSTALLED)
+	$(PIP) '.[test]'
 	@touch $@

@@ -20,6 +20,8 @@ from ia_mech.run.sources import split_source
 
 Ids = tuple[int, ...]
 
+LEAST_QUERIES = 3  # a scale is fitted on other queries, and a penalty chosen on others again
+
 
 @dataclass(frozen=True)
 class SiblingTurns(Unit):

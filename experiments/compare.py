@@ -75,7 +75,7 @@ def category_shares(run: Run, judge: str) -> pd.DataFrame:
     from ia_mech.judge.rubric import rubric_of
 
     rubric = rubric_of(run.labels.record("judgements", judge))
-    labels = run.labelled(judge)
+    labels = run.labelled(judge, texts=False)
     labels = labels[labels["follow_up"].notna()].astype({"source": object, "category": object})
     labels["turns"] = labels["temperature"].map(turns_of)
     counts = pd.crosstab([labels["turns"], labels["source"]], labels["category"], normalize="index")

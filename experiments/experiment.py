@@ -511,7 +511,7 @@ class Experiment(ABC):
             "runs", nargs="+", type=run_folder, metavar="RUN", help="a run's folder"
         )
         if cls.judged:
-            judge = "whose verdicts (default: the only judge)"
+            judge = "whose labels (default: the only judge)"
             parser.add_argument("--judge", metavar="NAME", help=judge)
         if cls.queries_used is not None:
             least, what = whole_from(2), "at most N queries, drawn by --seed"
@@ -598,8 +598,8 @@ class Experiment(ABC):
         if to_sample or (todo and self.loads):
             lines |= self._costs(to_sample, tokens, todo)
         lines = lines or {"to compute": "nothing: the runs hold all that is read"}
-        lines["numbers"] = f"go to {self.folder}"
-        return lines | ({"new turns": f"go to {self.beside}"} if arms else {})
+        lines["numbers"] = f"go to {shell_word(self.folder)}"
+        return lines | ({"new turns": f"go to {shell_word(self.beside)}"} if arms else {})
 
     def _sampled_before(self, name: str) -> bool:
         """Whether an arm's run is there, and finished."""

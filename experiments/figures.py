@@ -97,9 +97,9 @@ class Bars:
         if len(colours) > 1:
             axes.legend(loc="upper left", bbox_to_anchor=(1, 1))  # where it hides no interval
         figure.set_label(
-            "Each point is an estimate, and the line through it is its interval. Intervals are not "
-            "corrected for how many there are: what is shown, the tables' corrected p say."
-            + _lacking(rows, "A point is hollow")
+            "Each point is an estimate, and the line through it is its interval. Of many intervals "
+            "some miss 0 by chance: an effect is shown only where its corrected p in the table is "
+            "below 0.05." + _lacking(rows, "A point is hollow")
         )
         return figure
 

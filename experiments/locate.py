@@ -44,7 +44,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pandas as pd
 
-from experiments.bits import QueryValues, estimate_means
+from experiments.bits import LEAST_QUERIES, QueryValues, estimate_means
 from experiments.experiment import Conclusion, Experiment, Model, flag
 from experiments.figures import Bars, Drawing, Lines
 from experiments.hybrids import (
@@ -300,6 +300,8 @@ def token_estimates(rows: pd.DataFrame, options: Options) -> Iterator[TidyEstima
     parts = {FIRST_BITS: of_first_tokens(rows), LATER_BITS: of_later_tokens(rows)}
     for quantity, part in parts.items():
         for t, sites in whole_site_bits(part, options["seed"]).items():
+            if OWN not in sites or not sites[OWN].bits.any():
+                continue  # nothing could be fitted on other queries: no measurement
             for site, bits in sites.items():
                 at = np.nan if t is None else t
                 yield from estimated(options, quantity, bits, term=site, temperature=at)
@@ -428,7 +430,7 @@ class Locate(Experiment):
         from ia_mech.engine.splice import RECURRENT, layer_kinds
 
         queries = self.queries  # refuses runs without siblings, before the model is looked for
-        few, recurrent = 0, not RECURRENT.isdisjoint(layer_kinds(self.config))
+        few, used, recurrent = 0, 0, not RECURRENT.isdisjoint(layer_kinds(self.config))
         if recurrent and BLOCKS in self.args.maps:
             name = self.runs[0].model["name"]
             raise UserError(
@@ -466,7 +468,14 @@ class Locate(Experiment):
             )  # fmt: skip
             size = len(turns), len(unit.recipients), unit.maps, layers, len(unit.after)
             responses = sum(stop - start for start, stop in zip(starts, stops, strict=True))
+            used += 1
             yield replace(unit, tokens=tokens_scored(*size, recurrent, responses))
+        if 0 < used < LEAST_QUERIES:
+            raise UserError(
+                f"{used} queries have {RESPONSES} different responses with a turn after each: what "
+                f"is fitted on some queries is scored on others, which takes {LEAST_QUERIES}",
+                "sample more queries",
+            )
         if few:
             self.notes.append(
                 f"{few} of {len(self.queries)} queries lack {RESPONSES} different responses "
@@ -523,7 +532,8 @@ class Locate(Experiment):
                 f"{OWN}: what turns express; other lines: what keys and values of this part of "
                 "the context are enough for. The query has the same tokens in all contexts. Share: "
                 "of what is expressed. Lost without: if only this part is another response's. "
-                "First tokens, later ones: the bits of these alone."
+                "First tokens: the bits of each turn's first token alone; later ones: of its other "
+                "tokens. Left out where a fit on other queries finds nothing to read."
             ),
         )
         made += tables_of(

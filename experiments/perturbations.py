@@ -309,11 +309,22 @@ class Perturbations(Experiment):
 
     # -- shown ------------------------------------------------------------------------------------
 
+    @property
+    def fewer(self) -> str:
+        """Which samples and temperatures of the run are used, if not all."""
+        of, used = self.runs[0].settings, self.decoding
+        said = ""
+        if used["samples"] < of["samples"]:
+            said += f"; {used['samples']} of {of['samples']} samples (--samples)"
+        if len(used["temperatures"]) < len(of["temperatures"]):
+            said += f"; of sampled turns T = {used['temperatures'][0]:g} alone"
+        return said
+
     def tables(self, found: pd.DataFrame) -> list[Table]:
         minus = "difference from the unchanged conversation, by query; p is Holm-corrected."
         found = found.assign(condition=found["condition"].map(NAMES))
         made = tables_of(
-            f"follow-ups to the unchanged response ({self.intervals})",
+            f"follow-ups to the unchanged response ({self.intervals}{self.fewer})",
             found,
             {RATE: ("rate", 2), DIFFERENCE: (MINUS, 2)},
             shown_if=DIFFERENCE,

@@ -346,7 +346,7 @@ class Compare(Experiment):
             "model before training, a lower bound. Changes are paired by query.",
         )
         made += table(
-            "the judge's verdicts",
+            "the judge's labels",
             [*OF_QUERIES],
             f"{EXCESS}: the rate minus the rate after another response to the same query. Form "
             "alone doesn't raise it.",

@@ -28,6 +28,7 @@ import pandas as pd
 
 from experiments.arms import Arm
 from experiments.bits import (
+    LEAST_QUERIES,
     QueryValues,
     SiblingTurns,
     estimate_means,
@@ -81,7 +82,6 @@ CLOSENESS = ("words kept", "trigrams kept", "length ratio")
 MOST_RESPONSES = 4  # that headline and control tell apart
 MOST_CONTROLLED = 60  # queries that have the control
 MOST_TOKENS = 24  # of the curve of bits by token
-LEAST_QUERIES = 3  # of copy bits, the penalty is chosen on others than the coefficients
 SURPLUS = 3  # times as many wordings are written as are needed: some are no good
 REWORDING_TEMPERATURE = 0.6  # at 1 the embedded model copies a text or loses it
 ROOM = 1.25  # tokens that a wording may have, in those of the longest response

@@ -308,7 +308,7 @@ class Steering(Experiment):
         data = read(self.runs, judge, *how)
         fitted = {run.get("identity") for run in asked["runs"]}
         if (asked.get("judge"), fitted) != (judge, {run.identity_digest for run in self.runs}):
-            self.notes.append(f"p is rough: {PERMUTED} aren't of the probe's own runs or verdicts.")
+            self.notes.append(f"p is rough: {PERMUTED} aren't of the probe's own runs or labels.")
         if not np.ptp(data.outcome.rate):
             problem = "all contexts here have the same rate, so that no probe can be fitted"
             raise UserError(problem, "give the runs that the probe was fitted to, or --vector")

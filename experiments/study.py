@@ -106,7 +106,7 @@ WHERE = ("interchange", "learned-vector")  # folders of the stages of --where
 TURN = ("context_id", "temperature", "sample")  # what names a turn
 OPTIONS = {"level": 0.95, "resamples": 2000, "seed": 0}  # of the study's own estimates
 UNWORDED = "Turns may tell a response's content or only its wording (--wording tells them apart)."
-NO_VERDICT = f"no verdict on whether follow-ups are latent: that takes {LEAST} queries"
+NO_VERDICT = f"not said whether follow-ups are latent: that takes {LEAST} queries"
 LAYERS = 32  # of a model, for the plan
 PUT_IN = 68  # contexts of a query in interchange: 17 places, 4 donors
 EIGHTHS, STEPS, TURNS = 7, 30, 12  # of learned vectors: layers, steps, turns of a step
@@ -152,7 +152,7 @@ class Stage:
             return sentences_of(one_line(found.sentence))[0]
         if run.labels.judges:
             return f"{named(run.labels.judges[0])} has labelled {len(run.turns):,} user turns"
-        return f"{len(run.turns):,} user turns after {len(run.contexts):,} responses"
+        return f"{len(run.turns):,} user turns in {len(run.contexts):,} conversations"
 
 
 def stages(args: argparse.Namespace) -> list[Stage]:
@@ -514,7 +514,7 @@ def _print_plan(args: argparse.Namespace, read: float, write: float) -> None:
     if args.queries < PROBED:
         lines["probes"] = f"left out: they need {PROBED} queries"
     if args.queries < LEAST:
-        lines["verdict"] = NO_VERDICT
+        lines["latent follow-ups"] = NO_VERDICT
     lines["all"] = f"{duration(total)}, to {args.out}"
     print_plan(lines)
 

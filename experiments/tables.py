@@ -22,8 +22,8 @@ from ia_mech.results import LEAST_SHOWN, Table, cell_of, table_of
 
 LEAST = queries_needed()  # the fewest queries that can show anything
 SHOWN_IF = (
-    "Shown if: the difference that would have been shown with 80% power, before correction; none: "
-    "too few data to show any."
+    "Shown if: a true difference of this size would be shown in 80 of 100 repetitions, before the "
+    "correction of p; none: too few data to show any."
 )
 
 

@@ -250,7 +250,7 @@ class TemperatureSweep(Experiment):
             rows="turns",
             legend=f"Minus greedy's: the difference, paired by query. {tested} After a wrong "
             "conversation: how often the judge calls the same turns follow-ups there; excess: the "
-            "rate minus that. In both, queries of the wrong conversations count, too.",
+            "rate minus that.",
         )
         made += tables_of(
             f"where greedy decoding leaves a turn ({self.intervals})",

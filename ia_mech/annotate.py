@@ -48,7 +48,7 @@ def _add_export(commands) -> None:
         help="write a blind sheet to annotate",
         description="Write a sample of a run's user turns as a page to annotate in (HTML) and as a "
         "table to fill\nin (CSV): query, response and turn in random order, without model, "
-        "temperature, judge\nor real follow-up. Stratified by a judge's verdict, so that rare "
+        "temperature, judge\nor real follow-up. Stratified by a judge's labels, so that rare "
         "categories are seen;\nthe inclusion probabilities stay in the run, for weighting. Decoys "
         "are mixed in. Nothing is\noverwritten.",
     )
@@ -60,7 +60,7 @@ def _add_export(commands) -> None:
         type=int,
         help="turns (default: 200, or all); a quarter as many decoys are added",
     )
-    add("--by", metavar="JUDGE", help="whose verdicts stratify (default: the only one, or builtin)")
+    add("--by", metavar="JUDGE", help="whose labels stratify (default: the only one, or builtin)")
     add("--seed", type=whole_from(0), default=0, help="of the sampling (default: 0)")
     add(
         "--out",

@@ -288,9 +288,16 @@ def refuse_missing(path: Path) -> None:
         raise UserError(f"no file {path}", "give the path of an existing file")
 
 
+def below_here(path: Path) -> Path:
+    """The path, relative to the working folder if it lies below it."""
+    here = Path.cwd()
+    return path.relative_to(here) if here in path.parents else path
+
+
 def shell_word(word: object) -> str:
-    """A word of a shell command that is printed to be copied: one line, whatever a path holds."""
-    text = str(word)
+    """A word of a shell command that is printed to be copied: one line, whatever a path holds.
+    A path below the working folder is relative to it."""
+    text = str(below_here(word) if isinstance(word, Path) else word)
     if text.startswith("-"):  # a path, not a flag
         text = f"./{text}"
     if text.isprintable() and text == " ".join(text.split()):
@@ -312,8 +319,7 @@ def program(name: str = "ia-mech") -> str:
         return name
     if not own.exists():
         return f"{program('python')} -m ia_mech.console" if name == "ia-mech" else name
-    here = Path.cwd()
-    return shell_word(own.relative_to(here) if here in own.parents else own)
+    return shell_word(own)
 
 
 def tolerant_streams() -> None:

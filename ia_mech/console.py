@@ -54,7 +54,7 @@ def usage() -> str:
             lines.append(heading[name])
         lines.append(f"  {name:<18}{about}")
     first = (
-        f"first: {program()} sample --limit 60 --out cache/first; then the command after 'next:'"
+        f"first: {program()} sample --limit 60 --out cache/sixty; then the command after 'next:'"
     )
     return "\n".join([*lines, "", first, "ia-mech COMMAND --help explains each."])
 

@@ -30,7 +30,8 @@ from rich.measure import Measurement
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from ia_mech.cli import expanded, one_line
+from ia_mech.cli import expanded, one_line, program, shell_word
+from ia_mech.console import COMMANDS
 from ia_mech.display import save_figure
 from ia_mech.errors import UserError
 from ia_mech.estimates import estimate_of, p_value, write_parquet
@@ -164,7 +165,8 @@ def table_of(
         count = next(by_key[of].rows for of in shown if of in by_key)
         lines.append([*names, str(count), *cells])
     if any(cell.endswith(("query)", "queries)")) for line in lines for cell in line):
-        legend += f" Fewer than {LEAST_SHOWN} queries: no interval, but how many queries there are."
+        few = f"Fewer than {LEAST_SHOWN} queries: no interval, but how many queries there are."
+        legend = f"{legend} {few}".strip()
     heads = [{"temperature": "T", "term": "what"}.get(name, name) for name in named]
     return Table(title, [*heads, rows, *(head for head, _ in shown.values())], lines, legend, full)
 
@@ -350,9 +352,19 @@ def _record(folder: Path) -> dict[str, Any]:
             raise ValueError("not a result")
         return record
     except FileNotFoundError:
-        raise UserError(f"{folder} holds no result", "name a folder in RUN/results") from None
+        raise UserError(f"{folder} holds no result", _maker(folder)) from None
     except (ValueError, KeyError, TypeError) as error:
         raise _damaged(folder, error) from None
+
+
+def _maker(folder: Path) -> str:
+    """What to do where a folder holds no result: the command that writes it, if its name tells."""
+    run = folder.parent.parent
+    if folder.parent.name == "results" and (run / RUN).is_file():
+        for command in COMMANDS:
+            if f"{folder.name}-".startswith(f"{command}-"):
+                return f"make it with: {program()} {command} {shell_word(run)}"
+    return "name a folder in RUN/results"
 
 
 def _damaged(folder: Path, error: Exception) -> UserError:

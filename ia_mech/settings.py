@@ -302,7 +302,7 @@ class Settings:
         None,
         TURNS,
         "N",
-        "rows decoded together (default: 96 on a CPU, 1024 on a GPU)",
+        "turns or responses decoded at once (default: 96 on a CPU, 1024 on a GPU)",
         whole_from(1),
     )
 

@@ -213,7 +213,7 @@ def check_enough(outcome: Outcome, target: Target) -> None:
             differ between contexts count.
     """
     sources = outcome.source_count
-    needs = f"a probe needs {MIN_SOURCES} queries with a turn of either kind"
+    needs = f"a probe needs {MIN_SOURCES} queries with such a turn"
 
     def fewest(rows: np.ndarray | slice) -> tuple[int, str]:
         """The number of sources with the rarer kind of turn, and a clause that says so."""
@@ -225,7 +225,7 @@ def check_enough(outcome: Outcome, target: Target) -> None:
     if few < MIN_SOURCES:
         more = "sample other conversations (--dataset)"
         if few:
-            enough = math.ceil(sources * MIN_SOURCES / few / 10) * 10
+            enough = max(math.ceil(sources * MIN_SOURCES / few / 10) * 10, 2 * MIN_SOURCES)
             more = f"sample about {enough} queries of this kind (a larger --limit, or more data)"
         raise UserError(f"{there}; {needs}", f"{more}, or give another --target")
     # A run whose contexts all have the same rate has nothing to predict.

@@ -18,6 +18,7 @@ from matplotlib.ticker import MaxNLocator
 
 from ia_mech.cli import one_line
 from ia_mech.display import COLOURS, draw_line, new_axes, with_style
+from ia_mech.run.queries import conversations_text
 from probes.analysis import Analysis
 from probes.fit.folds import LEVEL
 
@@ -96,7 +97,7 @@ def _mark_cells(figure: Figure, axes: Axes, analysis: Analysis, depth: np.ndarra
 def _facts(analysis: Analysis) -> str:
     """A line that says how much data and how many permutations the numbers come from."""
     return (
-        f"{len(analysis.outcome)} contexts of {analysis.outcome.source_count} sources · "
+        f"{conversations_text(len(analysis.outcome), analysis.outcome.source_count)} · "
         f"{analysis.tested.permutations} permutations"
     )
 

@@ -22,6 +22,7 @@ from scipy.stats import norm
 from ia_mech.estimates import TidyEstimate, could_show, frame_of, p_value, smallest_effect
 from ia_mech.results import Result, Table, about_runs, folder_of, refuse_place
 from ia_mech.run.labels import check_name
+from ia_mech.run.queries import conversations_text
 from ia_mech.run.sources import SEPARATOR
 from ia_mech.stats import Estimate
 from probes import figures
@@ -294,7 +295,7 @@ def tables(analysis: Analysis) -> list[Table]:
         for i, layer in enumerate(analysis.layers)
     ]
     heat_map = Table(
-        f"AUROC by layer and position, {len(analysis.outcome)} contexts in every column",
+        f"AUROC by layer and position, {len(analysis.outcome)} conversations in every column",
         ["layer", *analysis.positions],
         cells,
         f"* family-wise p ≤ 0.05 (closed form); ° in the {level} confidence set of the best "
@@ -393,10 +394,10 @@ def _data_note(analysis: Analysis, data: ProbeSet) -> str:
         for (layer, position), times in Counter(headline.chosen).most_common()
     )
     return (
-        f"{len(outcome)} contexts of {outcome.source_count} sources, {round(outcome.trials.sum())} "
+        f"{conversations_text(len(outcome), outcome.source_count)}, {round(outcome.trials.sum())} "
         f"turns, {share:.1%} positive. A score is a mean over {folds} outer folds, each scored by "
-        f"probes trained on the others; it compares contexts of the same fold and {data.within}. "
-        f"The headline's folds read {by_fold}. The probe that is kept is fitted on all contexts at "
+        f"probes trained on the others; it compares those of the same fold and {data.within}. "
+        f"The headline's folds read {by_fold}. The probe that is kept is fitted on all of them, at "
         f"layer {headline.layer}, {headline.position}."
     )
 

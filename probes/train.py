@@ -69,7 +69,7 @@ def parser_of(command: str, description: str, epilog: str) -> Parser:
     parser.add_argument(
         "runs", nargs="+", type=run_folder, metavar="RUN", help="a judged run's folder"
     )
-    parser.add_argument("--judge", metavar="NAME", help="whose verdicts (default: the only judge)")
+    parser.add_argument("--judge", metavar="NAME", help="whose labels (default: the only judge)")
     add_threads(parser)
     parser.add_argument(
         "--target",
@@ -187,6 +187,7 @@ def _train(args: argparse.Namespace) -> None:
 
 def print_plan(data: "ProbeSet", settings: "AnalysisSettings", twins: int, folder: Path) -> None:
     """Print what would be fitted, and about how long it takes: one layer and position is timed."""
+    from ia_mech.run.queries import conversations_text
     from probes.analysis import analyse, processors
 
     began = time.perf_counter()
@@ -199,7 +200,7 @@ def print_plan(data: "ProbeSet", settings: "AnalysisSettings", twins: int, folde
     random = f", and as many of {twins} runs with random blocks" if twins else ""
     for name, value in {
         "target": data.target.describe(),
-        "contexts": f"{len(data)} of {data.outcome.source_count} queries",
+        "labelled": conversations_text(len(data), data.outcome.source_count),
         "probes": f"{what}{random}; {settings.folds} folds, {settings.permutations} permutations",
         "time": f"about {max(1, round(seconds / 60))} min, and some for the controls",
         "numbers": f"go to {folder}",

@@ -309,7 +309,7 @@ def test_memory_running_out_is_said_recorded_in_its_parts_and_survived(
     crew = Crew(workers=1)
     run = job.collect(SETTINGS, tiny_subject, tmp_path / "run", progress, crew=crew)
     assert [line for line in progress.lines if "memory" in line] == [
-        "out of memory: going on with batches of 5 rows or fewer"  # of 10
+        "out of memory: going on with batches of 5 turns or fewer"  # of 10
     ]
     assert [part.get("batch_rows") for part in run.parts("contexts")] == [None, 5, 5, 5]
     assert all("batch_rows" not in part for part in whole.parts("contexts"))
@@ -514,7 +514,7 @@ def test_resuming_elsewhere_says_what_differs(tiny_subject, tmp_path, progress, 
     assert job.collect(SETTINGS, tiny_subject, out, progress).complete
     assert progress.lines[0] == (
         f"note: threads {session['threads']} → 64, cpu_capability {session['cpu_capability']} → "
-        "SSE since this run was last worked on; rows computed now may round differently"
+        "SSE since this run was last worked on; turns written now may round differently"
     )
 
 

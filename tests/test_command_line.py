@@ -202,7 +202,7 @@ def test_a_dry_run_writes_nothing_and_says_what_a_run_then_writes(sample, tmp_pa
     run = sample(*words.split(), small=False).run
     assert plan["conversations"] == f"builtin: {len(run.contexts)}"
     limit = run.settings["max_new_tokens"]
-    assert plan["rows to decode"] == f"{len(run.generations)} x at most {limit} tokens"
+    assert plan["user turns"] == f"{len(run.generations)} x at most {limit} tokens"
     tokens = run.contexts["context_tokens"]
     assert plan["context tokens"] == f"{tokens.sum()} (longest {tokens.max()})"
     assert plan["positions kept"] == ", ".join(run.positions)
@@ -536,3 +536,9 @@ def test_help_and_refusals_wait_for_no_import_that_takes_seconds(run, tmp_path):
     words = [sys.executable, "-c", ANSWER, json.dumps(calls)]
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_path_below_the_working_folder_is_shown_relative_to_it(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert shell_word(tmp_path / "cache" / "run") == "cache/run"
+    assert shell_word(Path("/elsewhere/run")) == "/elsewhere/run"

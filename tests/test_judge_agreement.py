@@ -163,9 +163,9 @@ def test_who_is_compared_with_whom(run):
     assert list(pairs_of(run)) == [("first", "second"), ("anna", "first"), ("anna", "second")]
     # Between equals the one named first.
     assert list(pairs_of(run, ["second", "first"])) == [("second", "first")]
-    with pytest.raises(UserError, match="two different labellers; choose from: first, second, ann"):
+    with pytest.raises(UserError, match="two different judges or annotators; choose from: first,"):
         labellers_of(run, ["second", "second"])
-    with pytest.raises(UserError, match="no labels of 'third'; choose from: first, second, anna"):
+    with pytest.raises(UserError, match="no labels by 'third'; choose from: first, second, anna"):
         labellers_of(run, ["third", "second"])
 
 
@@ -200,7 +200,7 @@ def test_sources_of_two_datasets_with_one_id_stay_apart(colliding):
     """In the frame of labelled turns, which all read, and in two judges' agreement. A turn of
     evidence -0.5 depends on its own response if that is the only one, not of two."""
     contexts = len(colliding.contexts)
-    assert colliding.labelled("first")["source"].nunique() == contexts
+    assert colliding.labelled("first", texts=False)["source"].nunique() == contexts
     assert pairs_of(colliding)["first", "second"].figures["kappa", "follow_up"].sources == contexts
     assert {one.estimate.sources for one in follow_up_shares(labellers_of(colliding)[0])} == {
         contexts

@@ -141,5 +141,5 @@ def test_a_cache_that_can_not_be_written_to_is_read(tmp_path, monkeypatch, code)
     monkeypatch.setattr(FileLock, "acquire", refused)
     assert len(judge_items(ITEMS, judge, progress, cache_folder=tmp_path)[0]) == 3
     assert len(judge.asked) == 3, "one more than before"
-    assert progress.lines[0].startswith(f"{tmp_path} can't be written to: verdicts are read from")
+    assert progress.lines[0].startswith(f"{tmp_path} can't be written to: labels are read from")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

@@ -110,7 +110,7 @@ def test_the_built_in_judge_labels_every_turn(judge, run):
     assert rows["cost"].isna().all() and rows["prompt_tokens"].sum() == 0
     assert run.labels.record("judgements", "builtin")["identity"]["kind"] == "builtin"
     assert builtin_judge().caveat in outcome.out
-    assert f"{len(all_items(run, 'builtin'))} distinct turns" in outcome.out
+    assert f"{len(all_items(run, 'builtin'))} of them distinct" in outcome.out
     lines = outcome.out.splitlines()
     labels = [line.rsplit(" → ")[1] for line in lines if " → " in line]
     assert len(labels) == len(set(labels)) == min(5, rows["category"].nunique())
@@ -119,7 +119,7 @@ def test_the_built_in_judge_labels_every_turn(judge, run):
     for reason in shown:
         assert rows["rationale"].str.startswith(reason.removesuffix("…")).any()
     assert lines[-2:] == [
-        f"verdicts: {run.path / 'judgements' / 'builtin.parquet'}",
+        f"labels: {run.path / 'judgements' / 'builtin.parquet'}",
         f"next: ia-mech rates {run.path}",
     ]
 
@@ -156,7 +156,7 @@ def test_a_servers_verdicts_are_paid_for_once(judge, run, monkeypatch, tmp_path)
         again = judge(*words, "--base-url", stub.url, "--replace")
         assert len(stub.bodies) == asked
     assert first.status == stands.status == again.status == 0, first.err
-    assert "verdicts of some-model were there already" in stands.err and "$" not in stands.out
+    assert "labels by some-model were there already" in stands.err and "$" not in stands.out
     rows = run.labels.judgements("some-model")
     assert asked == len(all_items(run, "some-model")) and rows["cached"].all()
     paid = f"{120 * asked} tokens, ${asked * 0.2:.4f}"

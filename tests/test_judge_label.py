@@ -221,7 +221,7 @@ def test_a_judge_that_gives_up_leaves_what_was_paid_for_and_no_file(label, run, 
     again, progress = FakeJudge(), Recorded()
     rows = label(again, progress=progress)
     assert progress.began == ("judging", ALL - 7)
-    assert progress.lines == ["7 verdicts from the cache", f"{ALL - 7} to ask"]
+    assert progress.lines == ["7 labels from the cache", f"{ALL - 7} to ask"]
     assert not set(again.asked) & set(judge.asked) and len(again.asked) == ALL - 7
     rows = pd.concat([rows, run.labels.decoys("fake")])
     assert rows["cached"].sum() == 7 and rows["cost"].sum() == 0.25 * ALL
@@ -279,5 +279,28 @@ def test_verdicts_of_the_same_built_in_judge_stay_as_they_are(label, run):
         return progress.lines if progress.began is None else ["judged"]
 
     assert again() == ["judged"]
-    assert again()[0].startswith(f"{ROWS + len(run.decoys('fake'))} verdicts of fake were there al")
+    assert again()[0].startswith(f"{ROWS + len(run.decoys('fake'))} labels by fake were there al")
     assert again(replace=True) == again(decoys=1) == ["judged"]
+
+
+def test_a_judge_whose_module_has_no_name_is_the_user_s(label):
+    """As of code that was executed with globals of its own."""
+    judge = FakeJudge()
+    judge.__class__ = type("Own", (FakeJudge,), {"__module__": None})
+    label(judge)
+    assert len(label(judge)) == ROWS
+
+
+def test_progress_moves_by_whole_batches(label):
+    """After the first turn of a batch that took all the time, the time left would be wrong."""
+    seen = []
+
+    class Counting(Recorded):
+        def advance(self, steps: int = 1, note: str = "") -> None:
+            seen.append(steps)
+            super().advance(steps, note)
+
+    judge = FakeJudge()
+    judge.batch = ALL
+    label(judge, progress=Counting())
+    assert len(seen) == 1 and seen[0] > ROWS / 2

@@ -330,7 +330,7 @@ def test_a_file_holds_one_sheet_and_an_annotator_is_not_named_like_a_judge(judge
     file = save(files[0].with_name("both.csv"), filled_in(one) + filled_in(other))
     with pytest.raises(UserError, match=r"has the item .*a table of each sheet"):
         import_sheet(judged, file, "anna")
-    with pytest.raises(UserError, match="has labels of a judge named 'builtin'; give another name"):
+    with pytest.raises(UserError, match="has labels by a judge named 'builtin'; give another name"):
         import_sheet(judged, file, "builtin")
 
 

@@ -24,6 +24,7 @@ from experiments.hybrids import (
     BANDS,
     BLOCK_SITES,
     BLOCKS,
+    FIRST_SCORES,
     HEADER,
     HEADER_FIRST,
     HEADER_LAST,
@@ -396,6 +397,15 @@ def test_blocks_are_refused_where_layers_are_recurrent(siblings, monkeypatch, ca
     monkeypatch.setattr("ia_mech.engine.splice.layer_kinds", lambda config: ["linear_attention"])
     line = refusal(call(main, [str(siblings.path), "--maps", "blocks"], capfd))
     assert line.startswith("--maps blocks: ") and "has recurrent layers" in line
+
+
+def test_too_few_queries_are_refused_and_what_was_not_fitted_is_left_out(siblings, capfd):
+    line = refusal(call(main, [str(siblings.path), "--queries", "2"], capfd))
+    assert line.startswith("2 queries have 4 different responses") and "takes 3" in line
+    rows = with_own_scores(constructed({OWN: 1.0})).assign(**dict.fromkeys(FIRST_SCORES, 0.0))
+    rows[[f"own_{name}" for name in FIRST_SCORES]] = 0.0
+    found = [*token_estimates(rows, {"level": 0.95, "resamples": 100, "seed": 0})]
+    assert {one.quantity for one in found} == {LATER_BITS}
 
 
 # -- what is said, of constructed scores -----------------------------------------------------------

@@ -102,7 +102,7 @@ def test_a_dry_run_says_what_would_be_fitted_and_writes_nothing(run, capfd):
     before = files(run)
     said = probe([run, "--dry-run"], capfd)
     assert said.status == 0, said.err
-    assert f"60 of {SOURCES} queries" in said.out and "19 permutations" in said.out
+    assert "60 conversations" in said.out and "19 permutations" in said.out
     assert "4 layers × 3 positions; 5 folds" in said.out and "\ntime  " in said.out
     assert files(run) == before
 

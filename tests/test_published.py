@@ -168,7 +168,7 @@ def kappa(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def agreement(models: Sequence[str]) -> str:
-    """κ of judge and readers on turns after their own responses; the jackknife over queries."""
+    """κ of judge and annotators on turns after their own responses; the jackknife over queries."""
     rows = pd.concat([read(m).assign(query=m + read(m)["query"]) for m in models])
     rows = rows[rows["where"] == OWN]
     a, b, query = (rows[of].to_numpy() for of in ("follow_up", "judge", "query"))
@@ -283,7 +283,7 @@ def tight(text: str) -> str:
 def how_often() -> str:
     head = ["of 100"]
     for name in SHORT.values():
-        head += [f"{name}, judge", "corrected", "readers"]
+        head += [f"{name}, judge", "corrected", "annotators"]
     rows = []
     for label, asked in (
         ("greedy", GREEDY),
@@ -301,7 +301,7 @@ def how_often() -> str:
 def roles() -> str:
     head = ["of 100"]
     for name in SHORT.values():
-        head += [f"{name}, judge", "readers"]
+        head += [f"{name}, judge", "annotators"]
     rows = []
     for label, asked in (
         ("greedy turns out of role", GREEDY),
@@ -453,50 +453,44 @@ def found_sentences(short: bool) -> list[str]:
     """What was found: in README's few words, or as compare.md opens."""
     asked = GREEDY, SAMPLED, GREEDY_WRONG, SAMPLED_WRONG
     readers = [mean(100 * by_readers(QWEN, one), 0) for one in asked]
-    rises = {m: by_three(m, BEYOND_WRONG, change) for m in SETS}
     out = [by_readers(QWEN, t, "out_of_role") for t in (GREEDY, SAMPLED)]
-    role, once = (part(read(QWEN), name) for name in ("mix", "rest"))
     in_role = read(QWEN)[(read(QWEN)["where"] == OWN) & (read(QWEN)["out_of_role"] == 0)]
     within = [mean(100 * of, 0) for _, of in in_role.groupby("temperature")["follow_up"]]
     (all_q, all_s), (own_q, own_s), (head_q, head_s) = (
         [mean(site(m, name)) for m in MODELS] for name in ("own context", "response", "header")
     )
     low, high = (f"{100 * end:.0f}" for end in student(by_readers(QWEN, BEYOND_WRONG))[1:])
-    brief = f"""**Sampling brings more follow-ups, in one model of two.** In Qwen2.5-Coder-1.5B,
+    brief = f"""**Sampling brings more follow-ups in one model of two.** In Qwen2.5-Coder-1.5B,
     {readers[0]}% of greedy user turns are follow-ups, and {readers[1]}% of turns sampled at
-    temperature 0.7. Control: if the turns are shown after another conversation,
-    {readers[2]}% and {readers[3]}% count as follow-ups. The rise beyond this control is
+    temperature 0.7. Control: placed after another conversation, {readers[2]}% and {readers[3]}% of
+    them still count as follow-ups. The rise beyond this control is
     {mean(100 * by_readers(QWEN, BEYOND_WRONG), 0)} points (95% interval: {low} to {high}). In
     SmolLM2-135M no rise is shown.
 
     **Sampling keeps Qwen in the user's role.** {mean(100 * out[0], 0)}% of its greedy turns repeat
-    the conversation or speak as the assistant; {mean(100 * out[1], 0)}% of its sampled turns do. Of
-    all other turns {within[0]}% are follow-ups if greedy, and only {within[1]}% if sampled.
+    the conversation or speak as the assistant; {mean(100 * out[1], 0)}% of its sampled turns do.
+    Among turns that do neither, {within[0]}% of greedy ones are follow-ups, and {within[1]}% of
+    sampled ones.
 
-    **A turn reads the response itself, hardly the user header.** A sampled Qwen turn tells {all_q}
-    bits about which of three responses it followed; 1.58 would be certainty. If the response's keys
-    and values stay and all else comes from another response, {own_q} bits are left. If only the
-    header's stay, {head_q} are left."""
-    said = f"""Language-model readers call {readers[0]}% of Qwen2.5-Coder-1.5B's greedy user turns
-    follow-ups, and {readers[1]}% of those sampled at T = 0.7. A *wrong conversation* is one of
-    another query. When the same turns are shown after a wrong conversation, the readers call
-    {readers[2]}% and {readers[3]}% of them follow-ups. The rise from greedy to sampled turns, minus
-    the rise after wrong conversations, is {rises[QWEN][2]} points by the readers and
-    {rises[QWEN][0]} by the built-in judge. It is {rises[QWEN][1]} by the judge corrected by the
-    readers. After maths it is {rises[MATHS][1]} corrected ({rises[MATHS][2]} by readers).
-    SmolLM2-135M isn't shown to rise ({rises[SMOL][1]} corrected).
+    **A turn depends on the response's tokens, hardly on the user header's.** A sampled Qwen turn
+    tells {all_q} bits about which of three responses it followed (1.58 would be certainty). Take
+    the states of another response everywhere but at the response's tokens: {own_q} bits are left.
+    Everywhere but at the header's: {head_q}."""
+    rise = change(by_readers(QWEN, BEYOND_WRONG))
+    said = f"""By a language model's labels, {readers[0]}% of Qwen2.5-Coder-1.5B's greedy user turns
+    are follow-ups, and {readers[1]}% of those sampled at T = 0.7. After a *wrong conversation* (one of
+    another query) few of the same turns count as follow-ups, and the rise beyond these is {rise}
+    points. SmolLM2-135M isn't shown to rise; [the table](#how-often) has the built-in judge's
+    rates, too.
 
-    The rise is one of role. A turn is *out of role* if it repeats the conversation or speaks as the
-    assistant. By the readers this holds of {percent(out[0])} of 100 greedy turns of Qwen, and of
-    {percent(out[1])} of 100 sampled turns. Before wrong
-    conversations are subtracted, the rise is the sum of two parts. More turns in role add
-    {role} points. The rate among turns in role falls from {within[0]}% (greedy) to {within[1]}%
-    (sampled), which adds {once}. So sampling doesn't bring out following up; it keeps turns in
-    role.
+    Sampling keeps Qwen's turns in role. A turn is *out of role* if it repeats the conversation or
+    speaks as the assistant, as {mean(100 * out[0], 0)}% of greedy turns and
+    {mean(100 * out[1], 0)}% of sampled ones do. Among turns in role, {within[0]}% of greedy ones
+    are follow-ups, but only {within[1]}% of sampled ones.
 
-    A turn depends on its response by the response's own keys and values, hardly by the header's
-    states. *Bits* say how much a turn tells about which of three responses it followed; 1.58 would
-    be certainty. Sampled turns were scored again after mixed contexts, in which one part comes from
+    A turn depends on its response through the response's own keys and values, hardly through the
+    header's states. *Bits* say how much a turn tells about which of three responses it followed;
+    1.58 would be certainty. Sampled turns were scored again after mixed contexts, in which one part comes from
     the turn's own response and all else from another one. With the keys and values of the own
     response, Qwen's turns keep {own_q} of {all_q} bits (SmolLM2's {own_s} of {all_s}). With the
     header's states they keep {head_q} ({head_s})."""
@@ -526,11 +520,12 @@ def sentences() -> dict[str, list[str]]:
         for m in (QWEN, MATHS)
         for t in (GREEDY_WRONG, SAMPLED_WRONG)
     ]
-    both = f"""Judge and readers agree with κ {agreement(SETS)} on turns after their own responses
-    (Qwen {each[0]}, maths {each[1]}, SmolLM2 {each[2]}), two readers with {two_readers()}.
+    both = f"""Judge and annotators agree with κ {agreement(SETS)} on turns after their own
+    responses (Qwen {each[0]}, maths {each[1]}, SmolLM2 {each[2]}), two annotators with
+    {two_readers()}.
 
     **Where they differ.** On the turns that were read, the judge's rise in Qwen is
-    {change(there[0])}. That is {change(there[0] - there[1])} more than the readers', since the
+    {change(there[0])}. That is {change(there[0] - there[1])} more than the annotators', since the
     judge misses follow-ups among greedy turns ({change(first)}). On all turns the judge says that
     the rate of SmolLM2 falls ({falls[0]}); on the turns that were read it doesn't ({falls[1]}).
 
@@ -539,10 +534,10 @@ def sentences() -> dict[str, list[str]]:
     {sampled[2][1]}), hardly in Qwen ({sampled[0][0]}; {sampled[0][1]}).
 
     The earlier judge (κ 0.55) called 23% and 24% of Qwen's greedy and sampled turns follow-ups
-    after a wrong conversation (21% and 19% after maths). Readers: {wrong[0]}% and {wrong[1]}%
+    after a wrong conversation (21% and 19% after maths). Annotators: {wrong[0]}% and {wrong[1]}%
     ({wrong[2]}% and {wrong[3]}%).
 
-    By its verdicts they ranked 0.55 ± 0.02 of pairs of responses rightly (SmolLM2: 0.59 ± 0.03)."""
+    By its labels they ranked 0.55 ± 0.02 of pairs of responses rightly (SmolLM2: 0.59 ± 0.03)."""
     qwen = f"""The share of turns that are likelier after their own response than after two siblings
     rises by {likelier[0]} in Qwen ({change(elsewhere)} on the {len(elsewhere)} queries where this
     wasn't seen first), {likelier[1]} after maths and {likelier[2]} in SmolLM2.

@@ -181,10 +181,10 @@ def test_reach_at_each_temperature():
     turns += [("a", 1, i, c) for i, c in enumerate([FOLLOW_UP, NEW])]
     turns += [("b", 1, i, c) for i, c in enumerate([NEW, NEW])]
     rows = estimates(judged(turns))
-    assert [one(rows, "reach", n_samples=n).value for n in (1, 2)] == [0.25, 0.5]
-    lone = one(rows, "reach", 0.5, n_samples=2)  # b has one sample that was assessed
+    assert [one(rows, "pass_at_k", n_samples=n).value for n in (1, 2)] == [0.25, 0.5]
+    lone = one(rows, "pass_at_k", 0.5, n_samples=2)  # b has one sample that was assessed
     assert (lone.value, lone.rows) == (0, 1)
-    assert picked(rows, "reach", 0.0).empty
+    assert picked(rows, "pass_at_k", 0.0).empty
 
 
 # -- differences ---------------------------------------------------------------------------------
@@ -324,7 +324,7 @@ def test_the_reach_of_one_turn_is_a_mean_of_shares():
     said = [FOLLOW_UP if yes else NEW for yes in rng.random(960) < 0.4]
     turns = [(f"s{i // 16:02d}", 1, i % 16, one) for i, one in enumerate(said)]
     found = estimates(judged(turns)).set_index(["quantity", "n_samples"])
-    reach = found.loc[("reach", 1)]
+    reach = found.loc[("pass_at_k", 1)]
     rate = found.xs("rate", level="quantity").iloc[0]
     assert reach["value"] == pytest.approx(rate["value"])
     assert reach["high"] - reach["low"] < 1.3 * (rate["high"] - rate["low"])

@@ -180,7 +180,7 @@ def test_runs_of_other_seeds_are_pooled_and_greedy_turns_count_once(copy):
     assert "runs that were pooled differ in max_new_tokens." in judged.notes
     rows = estimates(judged)
     whole = rows[rows["dataset"] == "(all)"]
-    rate, reach = (whole[whole["quantity"] == name] for name in ("rate", "reach"))
+    rate, reach = (whole[whole["quantity"] == name] for name in ("rate", "pass_at_k"))
     assert rate["value"].tolist() == [0, 0.25, 0.5]
     cooler = reach.loc[reach["temperature"] == 0.7, "value"]
     assert cooler.tolist() == pytest.approx([0.25, 0.5, 0.75, 1])
@@ -216,7 +216,7 @@ def test_a_stratum_that_was_left_out_is_not_made_up_for(run, tmp_path):
 
 
 def test_labels_that_can_not_be_taken(run, rates):
-    refused(rates(run.path, "--annotator", "anna"), "no labels of 'anna'")
+    refused(rates(run.path, "--annotator", "anna"), "no labels by 'anna'")
     plant(run, "other")
     refused(rates(run.path), "builtin, other", "--judge")
     annotate(run)

@@ -132,7 +132,7 @@ def test_a_rise_isnt_latent_where_the_gate_fails():
 def test_what_cant_be_told_isnt():
     rows = decoys((0.3, 0.3), (0.2, 0.5))
     few = verdict(estimated(rows[rows["source"] < 49]))
-    assert "hides. There are 49: raise --limit" in few
+    assert "hides, 50 queries are needed, and there are 49" in few
     for lacking in (rows[rows["temperature"] > 0], rows[rows["temperature"] == 0]):
         assert verdict(estimated(lacking)) == ""
     assert verdict(estimated(rows.assign(decoy="sibling"))) == ""

@@ -123,9 +123,8 @@ def test_commands_of_missing_results_are_said_and_run(run, report):
     ending = outcome.out.splitlines()
     said = run.labelled("builtin").groupby("temperature")["follow_up"].sum().astype(int)
     assert ending[0] == (
-        f"After 12 conversations, the greedy user turn is a follow-up {said[0.0]} times of 12; "
-        f"sampled at T = 0.7 it is in {said[0.7]} of 24, at T = 1 in {said[1.0]} of 24 (judge: "
-        "builtin)."
+        f"After 12 conversations, follow-ups are {said[0.0]} of 12 greedy user turns, {said[0.7]} "
+        f"of 24 sampled at T = 0.7, {said[1.0]} of 24 sampled at T = 1 (judge: builtin)."
     )
     assert ending[-2:] == [
         f"page: {run.path / 'report.html'}",
@@ -143,23 +142,16 @@ def test_commands_of_missing_results_are_said_and_run(run, report):
     assert Run.open(run.path).verify() == []
 
 
-def test_one_follow_up_is_called_one(run, report):
-    plant(run, "rules", [FOLLOW_UP, *["generic"] * 59])
-    found = report(run.path).out
-    assert "the greedy user turn is a follow-up 1 time of 12; " in found
-    assert "Turns with their labels (one turn for each label, follow-ups first):\n" in found
-
-
 def test_a_report_ends_with_the_answer_and_turns_of_different_labels(run, report, tmp_path):
     plant(run, "builtin", CATEGORIES)
     rows = Run.open(run.path).labelled("builtin")
     counts = rows.groupby("temperature")["follow_up"].agg(["sum", "count"]).astype(int)
     first, *_ = report(run.path).out.splitlines()
     (yes, of), *sampled = counts.itertuples(index=False)
-    told = [f"in {yes} of {of}" for yes, of in sampled]
+    told = [f"{yes} of {of} sampled" for yes, of in sampled]
     assert first == (
-        f"After 12 conversations, the greedy user turn is a follow-up {yes} times of {of}; sampled "
-        f"at T = 0.7 it is {told[0]}, at T = 1 {told[1]} (judge: builtin)."
+        f"After 12 conversations, follow-ups are {yes} of {of} greedy user turns, {told[0]} at "
+        f"T = 0.7, {told[1]} at T = 1 (judge: builtin)."
     )
     found = labelled_turns(Run.open(run.path), "builtin", 3)
     assert found[0].category == FOLLOW_UP and len({one.category for one in found}) == 3
@@ -490,3 +482,17 @@ def test_bad_input_ends_in_one_line(judged, report, tmp_path, capfd):
         (folder / RESULT).write_text(damage)
         assert f"the result in {folder} is damaged" in refusal(report(judged.path))
     assert not (judged.path / "report.html").exists()
+
+
+def test_findings_come_first_advice_and_the_judge_s_card_are_folded(judged):
+    folder = moons(judged.path / "results" / "moons", judged)
+    record = json.loads((folder / "result.json").read_text())
+    record["sentence"] = "Moons were found. To tell more, raise --limit of sample."
+    record["about"]["command"] = "ia-mech moons cache/run --full"
+    (folder / "result.json").write_text(json.dumps(record))
+    page = render_report([judged])
+    top, folded = page.split("What would tell more", 1)
+    assert "Moons were found." in top and "raise --limit" not in top.split("<h1>")[1]
+    assert "raise --limit" in folded
+    commands = folded.split("The commands", 1)[1]
+    assert "ia-mech sample" in commands and "ia-mech moons cache/run --full" in commands

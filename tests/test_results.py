@@ -121,3 +121,10 @@ def test_a_damaged_result_is_one_line(tmp_path, damage):
     (tmp_path / RESULT).write_text(damage)
     with pytest.raises(UserError, match="is damaged"):
         read(tmp_path)
+
+
+def test_a_result_that_is_not_there_yet_is_made_by_the_command_that_is_named(tmp_path):
+    (tmp_path / "run.json").touch()
+    for name, command in (("rates-builtin", "rates"), ("learned-vector", "learned-vector")):
+        with pytest.raises(UserError, match=f"holds no result; make it with: .* {command} "):
+            read(tmp_path / "results" / name)

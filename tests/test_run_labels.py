@@ -165,7 +165,8 @@ def test_labels_are_laid_out_over_the_turns_whatever_their_order(run):
     assert np.flatnonzero(frame["truth"] == 1).tolist() == [3, 7]
     assert frame["truth_category"].notna().sum() == 2 and frame["inclusion"].sum() == 0.5
     source_of = dict(zip(run.contexts["context_id"], sources_of(run.contexts), strict=True))
-    assert frame["source"].tolist() == [source_of[key["context_id"]] for key in keys]
+    own = run.labelled("builtin", texts=False)["source"]
+    assert own.tolist() == [source_of[key["context_id"]] for key in keys]
 
     with pytest.raises(UserError, match="ia-mech judge run"):
         run.decoys("unjudged")
@@ -181,7 +182,7 @@ def test_labels_are_laid_out_over_the_turns_whatever_their_order(run):
         assert frame[name].tolist() == [said[c][at]["content"] for c in frame["context_id"]]
     assert not {"query", "response", "text"} & {*run.labelled(texts=False)}
     run.labels.write_judgements("other", verdicts, {})
-    with pytest.raises(UserError, match=r"of builtin, other, and no judge is named; name one, as"):
+    with pytest.raises(UserError, match=r"by builtin, other, and no judge is named; name one, as"):
         run.labelled()
 
 

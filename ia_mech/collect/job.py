@@ -221,7 +221,7 @@ class _Job:
         for before in (own or sessions)[-1:]:
             if changed := machine_changes(before, here):
                 say(
-                    f"note: {changed} since this run was last worked on; rows computed now may "
+                    f"note: {changed} since this run was last worked on; turns written now may "
                     "round differently"
                 )
         about = self.subject.describe()
@@ -274,7 +274,7 @@ class _Job:
 
             def shrank(limit: int) -> None:
                 limits[name] = limit
-                line = f"out of memory: going on with batches of {limit} rows or fewer"
+                line = f"out of memory: going on with batches of {limit} turns or fewer"
                 self.progress.say(line)
 
             earlier = [limit for part, limit in list(limits.items()) if part < name]
@@ -374,7 +374,7 @@ class _Job:
         responses = written_so_far.responses
         self._say_left_out(written_so_far)
         most = self.settings.max_new_tokens
-        work = PhaseProgress(self.progress, "user turns", "row", sizes, todo, most)
+        work = PhaseProgress(self.progress, "user turns", "turn", sizes, todo, most)
         usable = responses[responses["order"].notna()].to_dict("records")
         written = {int(row["order"]): row for row in usable}
 

@@ -13,7 +13,8 @@ from ia_mech.collect.cost import plan_lines, random_blocks_text
 from ia_mech.collect.plan import Plan
 from ia_mech.display import console
 from ia_mech.run import Run, layout
-from ia_mech.run.queries import exchange, unfinished_text
+from ia_mech.run.queries import conversations_text, exchange, unfinished_text
+from ia_mech.run.sources import sources_of
 from ia_mech.settings import Shard
 from ia_mech.stats import cluster_mean
 
@@ -23,10 +24,10 @@ LISTED = 10  # skipped rows that are named
 def temperature_table(run: Run) -> Table:
     """What was decoded at each temperature: a line each, with intervals over sources.
 
-    ``entropy`` is that of the first token. † counts rows that follow an unfinished response.
+    ``entropy`` is that of the first token. † counts turns that follow an unfinished response.
     """
     table = _table("user turns (95% intervals over queries)")
-    for name in ("T", "rows", "mean tokens", "ended by turn-end", "log p / token", "entropy"):
+    for name in ("T", "turns", "mean tokens", "ended by turn-end", "log p / token", "entropy"):
         table.add_column(name, justify="right", no_wrap=True)
     contexts = run.contexts
     for temperature, rows in run.generations.groupby("temperature"):
@@ -192,8 +193,8 @@ def _what_it_is(run: Run) -> Iterator[str]:
     sampled = [f"{samples} at T = {t:g}" for t in temperatures]
     each = f"{', '.join(['1 greedy', *sampled[:-1]])}{' and ' + sampled[-1] if sampled else ''}"
     yield (
-        f"{run.model['name']} wrote {len(turns)} user turns after {len(contexts)} responses to "
-        f"{contexts['source_id'].nunique()} queries. After each response: {each}."
+        f"{run.model['name']} wrote {len(turns)} user turns in "
+        f"{conversations_text(len(contexts), sources_of(contexts).nunique())}. In each: {each}."
     )
     logits = (
         ", and the logits at the header's end" if run.settings["header_logits"] == "full" else ""

@@ -38,17 +38,17 @@ def label(
 ) -> "pd.DataFrame":
     """Have a judge label the user turns of a run, and its decoys, as ``ia-mech judge run`` does.
 
-    Verdicts of the built-in judge that are there already stay as they are. A judge of your own
+    Labels by the built-in judge that are there already stay as they are. A judge of your own
     judges again each time, since nothing tells whether its code has changed; if it says that it is
-    ``paid``, its verdicts come from the cache.
+    ``paid``, its labels come from the cache.
 
     Args:
-        run: or its folder, where the verdicts are kept.
+        run: or its folder, where the labels are kept.
         judge: the built-in judge if not given; a function that takes an
             :class:`ia_mech.judge.verdict.Item` (``query``, ``response``, ``turn``) and returns a
             category of the rubric, such as ``"follow_up"``; or a
             :class:`ia_mech.judge.verdict.Judge`.
-        name: of its verdicts in the run; if not given, ``builtin`` or the name of the function or
+        name: of its labels in the run; if not given, ``builtin`` or the name of the function or
             class.
         replace: whether to judge again and replace what is there under the name, also if another
             judge made it.

@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
         return getattr(importlib.import_module(module), function)(args)
 
     cached = getattr(args, "judge", "builtin") != "builtin"
-    kept = "verdicts so far are kept" if cached else "no file was left half-written"
+    kept = "labels so far are kept" if cached else "no file was left half-written"
     return run_command(body, lambda: kept, getattr(args, "threads", None))
 
 
@@ -99,15 +99,15 @@ def _add_run(commands) -> None:
         help="judge all user turns of a run",
         usage="%(prog)s RUN [--judge builtin|llm|hf|MODULE:CLASS] [--model NAME] [options]",
         description="Judge all user turns of a run, and decoys (turns after a conversation that "
-        "they\ndid not follow); write judgements/<name>.parquet into it. Verdicts of language "
-        "models are\nkept in cache/judgements/: none is paid for twice. Verdicts that the "
+        "they\ndid not follow); write judgements/<name>.parquet into it. Labels by language "
+        "models are\nkept in cache/judgements/: none is paid for twice. Labels that the "
         "run has already\nare not made again.",
     )
     parser.set_defaults(function="ia_mech.judge.command:run_judge")
     add = parser.add_argument
     add("run", type=run_folder, metavar="RUN", help="a run's folder")
     _add_judge(parser)
-    add("--name", help="what to call the verdicts (default: builtin, or the model's name)")
+    add("--name", help="the judge's name in the run (default: builtin, or the model's name)")
     add(
         "--decoys",
         type=whole_from(0),
@@ -118,7 +118,7 @@ def _add_run(commands) -> None:
     add(
         "--replace",
         action="store_true",
-        help="judge again, and replace verdicts of that name, also another judge's",
+        help="judge again, and replace labels by that name, also another judge's",
     )
     add(
         "--unperturbed",

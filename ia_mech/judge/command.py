@@ -72,7 +72,7 @@ def run_judge(args: argparse.Namespace) -> int:
     decoys = run.labels.decoys(name, columns=_COUNTED)
     seconds, screen = time.monotonic() - begun, console()
     if shown := labelled_turns(run, name, SHOWN):
-        screen.print(f"verdicts of {name} ({RULE}):", soft_wrap=True, markup=False)
+        screen.print(f"labels by {name} ({RULE}):", soft_wrap=True, markup=False)
         for line in lines_of(shown, rationale=True):
             screen.print(line, soft_wrap=True, markup=False)
         screen.print()
@@ -80,7 +80,7 @@ def run_judge(args: argparse.Namespace) -> int:
     _print_verdicts(rows, decoys, judge.rubric, seconds if made else None)
     if caveat := run.labels.record("judgements", name)["caveat"]:
         screen.print(escape(caveat), soft_wrap=True)
-    print(f"verdicts: {shell_word(path)}")
+    print(f"labels: {shell_word(path)}")
     if not (rows["status"] == JUDGED).any():
         print("no turn could be judged, for the reasons above: fix them, then judge again")
         return NOTHING
@@ -212,8 +212,9 @@ def _print_verdicts(
         screen.print(f"{len(part)} {status}: {commonest} ({errors.iloc[0]})", soft_wrap=True)
     if seconds is None:
         return
-    apart = f" ({len(decoys)} of them of decoys)" if len(decoys) else ""
-    facts = [f"{len(rows)} rows{apart}, {rows['item'].nunique()} distinct turns in {seconds:.0f} s"]
+    apart = f" ({len(decoys)} of them decoys)" if len(decoys) else ""
+    distinct = rows["item"].nunique()
+    facts = [f"{len(rows)} turns{apart}, {distinct} of them distinct, in {seconds:.0f} s"]
     if tokens := rows["prompt_tokens"].sum() + rows["completion_tokens"].sum():
         facts.append(f"{tokens} tokens")
     if rows["cost"].notna().any():

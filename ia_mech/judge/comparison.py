@@ -129,10 +129,10 @@ def tables_of_pairs(
         figures = [pair.figures[figure].text() for figure in (*shown, ("kappa", "categories"))]
         names = f"{one_line(name)} / {one_line(truth)}"
         rows.append([names, str(pair.n), f"{pair.weight:.0f}", *figures])
-    heads = ["pair", "n", "≈ rows", "agreement", "balanced accuracy", "κ", "κ of categories"]
+    heads = ["pair", "n", "≈ turns", "agreement", "balanced accuracy", "κ", "κ of categories"]
     legend = (
-        "follow-ups against the rest, but for the last column. n: rows that both put into "
-        "a category; ≈ rows: how many of the run's these represent, by which figures are weighted"
+        "follow-ups against the rest, but for the last column. n: turns that both put into "
+        "a category; ≈ turns: how many of the run's these represent, by which figures are weighted"
     )
     tables = [Table("agreement (95% intervals over queries)", heads, rows, legend)]
     if any(share.quantity == "floor" for share in shares):
@@ -143,9 +143,8 @@ def tables_of_pairs(
             context = contexts[kind]
             name = one_line(share.names["prediction"])
             lines.append([name, context, str(share.rows), share.estimate.text()])
-        heads = ["labeller", "turns after", "n", "follow-ups"]
-        legend = "A labeller is a judge or an annotator."
-        tables.append(Table("share called follow-ups", heads, lines, legend))
+        heads = ["judge or annotator", "turns after", "n", "follow-ups"]
+        tables.append(Table("share called follow-ups", heads, lines))
     for (truth, name), pair in pairs.items():
         tables += _pair_tables(f"{one_line(name)} against {one_line(truth)}", pair)
     return tables
@@ -167,8 +166,8 @@ def _pair_tables(title: str, pair: Comparison) -> list[Table]:
         for i, name in enumerate(names)
     ]
     numbers = ["truth ↓   prediction →", *map(str, range(1, len(names) + 1))]
-    about = f"{pair.n} of {pair.matched} rows{apart}"
+    about = f"{pair.n} of {pair.matched} turns{apart}"
     return [
         Table(title, heads, lines, about, full=True),
-        Table(f"{title}: rows", numbers, cells, full=True),
+        Table(f"{title}: turns", numbers, cells, full=True),
     ]

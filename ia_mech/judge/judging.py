@@ -99,13 +99,13 @@ def judge_items(
             verdicts = {item: verdict for item in wanted if (verdict := cache.get(item))}
             if cache.read_only:
                 progress.say(
-                    f"{cache.path.parent} can't be written to: verdicts are read from it, but new "
+                    f"{cache.path.parent} can't be written to: labels are read from it, but new "
                     "ones are kept in the run alone, once all are there"
                 )
         cached = set(verdicts)
         missing = [item for item in wanted if item not in cached]
         if cached:
-            progress.say(f"{len(cached)} verdicts from the cache")
+            progress.say(f"{len(cached)} labels from the cache")
         if cut := sum(verdict.status == TRUNCATED for verdict in verdicts.values()):
             progress.say(
                 f"{cut} of these answers were cut off by a token limit. They were paid for and are "
@@ -163,10 +163,11 @@ def _judge_missing(
                 tokens += verdict.prompt_tokens + verdict.completion_tokens
                 cost += verdict.cost or 0.0
                 failures += verdict.status != JUDGED
-                facts = [f"{tokens} tokens"] if tokens else []
-                facts += [f"${cost:.4f}"] if cost else []
-                facts += [f"{failures} failed"] if failures else []
-                progress.advance(1, ", ".join(facts))
+            facts = [f"{tokens} tokens"] if tokens else []
+            facts += [f"${cost:.4f}"] if cost else []
+            facts += [f"{failures} failed"] if failures else []
+            # At once: the time left would be wrong after one of a batch.
+            progress.advance(len(received), ", ".join(facts))
     return verdicts
 
 
@@ -289,7 +290,7 @@ def label_run(
         _check_same_judge(run, judge, name, unperturbed)
         if there := _standing(run, judge, name, settings):
             progress.say(
-                f"{there} verdicts of {name} were there already (decoys included): nothing is "
+                f"{there} labels by {name} were there already (decoys included): nothing is "
                 "judged again"
             )
             return run.labels.path / "judgements" / f"{name}.parquet"
@@ -311,7 +312,7 @@ def _check_same_judge(run: Run, judge: Judge, name: str, unperturbed: bool) -> N
     now = judge.identity | {"unperturbed": unperturbed}
     if changed := sorted(k for k in {*before, *now} if before.get(k) != now.get(k)):
         raise UserError(
-            f"{run.path} has verdicts of another judge named {name!r} (differs in "
+            f"{run.path} has labels by another judge named {name!r} (differs in "
             f"{', '.join(changed)})",
             'give another name (name="NAME", --name NAME), or replace them (replace=True, '
             "--replace)",
@@ -330,7 +331,8 @@ def _standing(run: Run, judge: Judge, name: str, settings: dict[str, Any]) -> in
 
 def _is_own(judge: Judge) -> bool:
     """Whether the judge's code is the user's."""
-    return not type(judge).__module__.startswith("ia_mech.")
+    module = type(judge).__module__  # None in code that was executed without a __name__
+    return not (module or "").startswith("ia_mech.")
 
 
 def _rows(

@@ -230,16 +230,17 @@ def _chosen(run: Run, between: Sequence[str] | None) -> list[str]:
     known = ", ".join(there) or "no labels"
     for name in between or ():
         if name not in there:
-            raise UserError(f"{run.path} has no labels of {name!r}", f"choose from: {known}")
+            raise UserError(f"{run.path} has no labels by {name!r}", f"choose from: {known}")
     if len(there) < 2:
         judge = f"{program()} judge run {shell_word(run.path)}"
         raise UserError(
-            f"agreement needs two labellers (judges or annotators), and {run.path} has {known}",
+            f"agreement needs two judges or annotators, and {run.path} has {known}",
             f"run: {judge}{' --judge llm or hf' if there else ''}, or export and import a sheet",
         )
     chosen = [*dict.fromkeys(between or there)]
     if len(chosen) < 2:
-        raise UserError("agreement needs two different labellers", f"choose from: {known}")
+        problem = "agreement needs two different judges or annotators"
+        raise UserError(problem, f"choose from: {known}")
     return chosen
 
 

@@ -25,13 +25,13 @@ RESERVED_PARAMS = {  # request parameters that are no --param, and what to use i
     "messages": "--rubric",
     "response_format": "--mode",
     "stream": "nothing: answers are read whole",
-    "n": "nothing: a turn has one verdict",
+    "n": "nothing: a turn has one label",
 }
 _FORMAT = re.compile(  # what servers call the form of answers where they refuse one
     r"response_format|json.(schema|object)|structured.output|guided|grammar", re.IGNORECASE
 )
 _CHECK = "check the server, --base-url (it usually ends in /v1)"
-_AGAIN = "give the same command again; verdicts so far are kept"
+_AGAIN = "give the same command again; labels so far are kept"
 _KEY_REMEDY = "set a key that is good for the model, or name its variable with --api-key-env"
 _REMEDIES = {  # by HTTP status: what to do where every other request would be refused, too
     401: _KEY_REMEDY,
@@ -231,7 +231,7 @@ class LlmJudge(Judge):
             if few or (tokens == before > 0 and abs(characters - longest) > 1000):
                 self._notes["prompt"] = (
                     f"{url} counts {tokens} tokens in a prompt of {characters} characters: it "
-                    "seems to cut prompts off, so its verdicts are worthless; give the model a "
+                    "seems to cut prompts off, so its labels are worthless; give the model a "
                     "longer context"
                 )
             if tokens > before:
@@ -242,7 +242,7 @@ class LlmJudge(Judge):
             estimated = ", by an estimate" if "tokens" in self._notes else ""
             raise UserError(
                 f"--max-cost {self.max_cost:g} is reached: ${self._spent:.4f} is spent{estimated}",
-                "the same command goes on with as much again; verdicts so far are kept",
+                "the same command goes on with as much again; labels so far are kept",
             )
 
     def _count(self, verdict: Verdict) -> None:

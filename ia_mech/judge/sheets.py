@@ -73,12 +73,12 @@ def export_sheet(
         by = judges[0] if len(judges) == 1 else "builtin"
         if by not in judges:
             raise UserError(
-                f"{run.path} has verdicts of several judges ({', '.join(judges)})",
+                f"{run.path} has labels by several judges ({', '.join(judges)})",
                 "name the one to stratify by with --by",
             )
     if not 1 <= n <= len(rows):
         raise UserError(
-            f"a sheet of {n} rows can't be drawn: {run.path} has {len(rows)} user turns",
+            f"a sheet of {n} turns can't be drawn: {run.path} has {len(rows)} user turns",
             f"give --n from 1 to {len(rows)} ({len(rows)} takes them all)",
         )
     strata = np.array([ALL] * len(rows))
@@ -253,7 +253,7 @@ def import_sheet(run: Run, file: Path, annotator: str, *, replace: bool = False)
     run.labels.check_name("annotations", annotator)
     if annotator in run.labels.annotators and not replace:
         raise UserError(
-            f"{run.path} has labels of an annotator named {annotator!r}",
+            f"{run.path} has labels by an annotator named {annotator!r}",
             "give another --annotator, or --replace",
         )
     rows = read_sheet(file)
@@ -385,12 +385,12 @@ def import_command(args: argparse.Namespace) -> None:
     strata = run.labels.record("annotations", args.annotator)["strata"]
     labelled, rows = labels.total(), sum(stratum["drawn"] for stratum in strata.values())
     listed = ", ".join(f"{heading(name)} {labels[name]}" for name in sorted(labels))
-    print(f"{labelled} of {rows} rows labelled by {one_line(args.annotator)}: {listed}")
+    print(f"{labelled} of {rows} turns labelled by {one_line(args.annotator)}: {listed}")
     if decoys:
         print(f"and {decoys} decoys; judge agreement shows how many of them are called follow-ups")
     if labelled < rows:
         print(
-            "rows without a category are left out: the others count as a random part of a stratum"
+            "turns without a category are left out: the others count as a random part of a stratum"
         )
     if unseen := [name for name, stratum in strata.items() if not stratum["filled"]]:
         names = " or ".join(map(heading, unseen))

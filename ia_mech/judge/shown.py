@@ -9,7 +9,7 @@ from ia_mech.run import Run
 from ia_mech.run.labelled import FAILED
 from ia_mech.run.queries import exchange
 
-RULE = "one turn for each label, follow-ups first"
+RULE = "one turn of each category, follow-ups first"
 
 
 @dataclass(frozen=True)

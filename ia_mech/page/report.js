@@ -377,7 +377,7 @@ unpacked().then((data) => {
       const wanted = {
         temperature: temperature(at), [field]: cell, dataset: values(field).length ? "" : cell, run: cell,
         [category]: heading(named || cell),
-        "shown after": head === "decoy" && row.get("quantity") !== "decoyed_rate" && SHOWN_AFTER[DECOYS.indexOf(cell)],
+        "shown after": head === "decoy" && row.get("quantity") !== "rate_after_own" && SHOWN_AFTER[DECOYS.indexOf(cell)],
       };
       for (const [name, value] of Object.entries(wanted)) {
         if (value && value !== "all" && values(name).includes(value)) place[name] = value;

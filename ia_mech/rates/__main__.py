@@ -28,7 +28,7 @@ from ia_mech.cli import (
 
 DESCRIPTION = """\
 Say how often the generated user turns of a run are follow-ups, per model, dataset and
-temperature, from the verdicts of ia-mech judge. The table also says how often the judge calls the
+temperature, from the labels of ia-mech judge. The table also says how often the judge calls the
 same turns follow-ups when it is shown them after a wrong conversation. Runs of one model and
 dataset are pooled. Intervals are over queries. Methods: docs/judging.md
 
@@ -51,7 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="ia-mech rates", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("runs", nargs="+", type=run_folder, metavar="RUN", help="a run's folder")
     counted = parser.add_argument_group("what is counted")
-    counted.add_argument("--judge", metavar="NAME", help="whose verdicts (default: the only judge)")
+    counted.add_argument("--judge", metavar="NAME", help="whose labels (default: the only judge)")
     counted.add_argument(
         "--annotator", metavar="NAME", help="whose labels correct rates (default: the only one)"
     )

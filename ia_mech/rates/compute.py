@@ -108,7 +108,7 @@ def floors(
     """How often turns are called follow-ups after contexts that they didn't follow, by group.
 
     These are all decoys of a kind with both verdicts (``JudgedTurns.decoys``). The other arguments
-    are those of :func:`rates`. There are three quantities: ``decoyed_rate``, of the turns after
+    are those of :func:`rates`. There are three quantities: ``rate_after_own``, of the turns after
     their own contexts; ``floor``, of the same turns after the other contexts; and ``excess``, the
     difference.
     """
@@ -122,7 +122,7 @@ def floors(
         floor = dyadic_mean(other, *pair, ends=(0, 1), level=level)
         excess = dyadic_difference(own, other, *pair, level=level)
         for quantity, estimate, events in (
-            ("decoyed_rate", rate, int(own.sum())),
+            ("rate_after_own", rate, int(own.sum())),
             ("floor", floor, int(other.sum())),
             ("excess", excess, pd.NA),
         ):
@@ -146,15 +146,16 @@ def estimates(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> pd.
         - ``quantity``: ``rate``; ``rate_complete``, of follow-ups after
           finished responses; ``difference``, of the follow-up rate from the greedy one;
           ``cannot_assess``, ``failed`` and ``unfinished``, shares of all turns; ``category_share``;
-          ``reach``, the share of contexts with a follow-up among ``n_samples``;
+          ``pass_at_k``, the share of contexts with a follow-up among k = ``n_samples``;
           ``variance_between_queries`` and ``variance_between_responses``, of the share of
           follow-ups, and ``reliability``, that of the rates of a query's responses over
           ``n_samples`` turns (:mod:`ia_mech.stats.components`; where queries have several
           responses); ``rate_prediction_powered``, corrected by the annotator's labels. Of decoys
-          ``decoyed_rate``, ``floor`` and ``excess`` (:func:`floors`), and ``rise``, ``rise_role``,
-          ``rise_else`` and ``rise_beyond_siblings`` (:func:`ia_mech.rates.latent.rises`).
+          ``rate_after_own``, ``floor`` and ``excess`` (:func:`floors`), and ``rise``,
+          ``rise_staying_in_role``, ``rise_once_in_role`` and ``rise_beyond_siblings``
+          (:func:`ia_mech.rates.latent.rises`).
         - ``model``, ``weights_hash``, ``perturbation``, ``dataset`` (may be ``(all)``),
-          ``temperature`` (0 is greedy; missing over all of them, of ``reach`` all but greedy),
+          ``temperature`` (0 is greedy; missing over all of them, of ``pass_at_k`` all but greedy),
           ``judge``, ``responses`` (after which the turns come), ``outcome`` (``follow_up`` or
           ``dependent``), ``category`` (of ``category_share``), ``decoy`` (its kind): what it is of.
           ``gate``: what decoys of other conversations say of the judge's verdicts on this model.
@@ -163,7 +164,7 @@ def estimates(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> pd.
           all comparisons, those of ``(all)`` in a family of their own.
         - ``events``, ``rows``: how many turns count, of how many; of a corrected rate, ``events``
           of the turns were annotated for the correction; of decoys, ``rows`` are those with both
-          verdicts; of ``reach``, contexts. ``sources``: behind the estimate.
+          verdicts; of ``pass_at_k``, contexts. ``sources``: behind the estimate.
     """
     rows: list[TidyEstimate] = []
     for subject, turns in judged.turns.groupby(SUBJECT, observed=True):
@@ -197,7 +198,7 @@ def estimates(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> pd.
                 of_group = of | {"temperature": float(temperature), "level": level}
                 of_group |= {"outcome": "follow_up", "gate": word}
                 if temperature:
-                    rows += _reach(at, of_group, level)
+                    rows += _pass_at_k(at, of_group, level)
                     rows += _components(at, of_group, level)
                 rows += _corrected_rate(at, of_group, level, judged.annotator)
     rows = holm_corrected(rows, lambda row: (row.quantity, row.names["dataset"] == ALL))
@@ -238,8 +239,8 @@ def pass_at_k(follow_up: np.ndarray, samples: np.ndarray, n: int) -> np.ndarray:
     return np.where(samples < n, np.nan, chance)
 
 
-def _reach(turns: pd.DataFrame, names: dict[str, Any], level: float) -> Iterator[TidyEstimate]:
-    """Latent reach for n = 1 … the most samples that a context has."""
+def _pass_at_k(turns: pd.DataFrame, names: dict[str, Any], level: float) -> Iterator[TidyEstimate]:
+    """:func:`pass_at_k` for k = 1 … the most samples that a context has."""
     assessed = turns[turns["follow_up"].notna()]
     contexts = assessed.groupby("context", observed=True).agg(
         source=("source", "first"), follow_up=("follow_up", "sum"), samples=("follow_up", "size")
@@ -248,7 +249,7 @@ def _reach(turns: pd.DataFrame, names: dict[str, Any], level: float) -> Iterator
         chance = pass_at_k(contexts["follow_up"].to_numpy(), contexts["samples"].to_numpy(), n)
         estimate = cluster_mean(chance, contexts["source"], proportion=True, level=level)
         there = int((contexts["samples"] >= n).sum())
-        yield TidyEstimate("reach", names | {"n_samples": n}, there, estimate)
+        yield TidyEstimate("pass_at_k", names | {"n_samples": n}, there, estimate)
 
 
 def _components(turns: pd.DataFrame, names: dict[str, Any], level: float) -> Iterator[TidyEstimate]:

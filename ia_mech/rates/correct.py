@@ -95,7 +95,7 @@ def estimates(
     Returns:
         One row per estimate, as of :func:`ia_mech.rates.compute.estimates`: ``accuracy``, of
         responses that could be verified; and per temperature, with ``correct`` (``right`` or
-        ``wrong``), ``rate``, ``decoyed_rate``, ``floor`` and ``excess``, and their difference
+        ``wrong``), ``rate``, ``rate_after_own``, ``floor`` and ``excess``, and their difference
         ``right minus wrong`` with p by permuting whole queries, Holm-corrected over all of them.
     """
     known = responses[responses["verifier"].notna()]

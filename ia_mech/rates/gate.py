@@ -77,21 +77,21 @@ class Gate:
         else:
             text = (
                 f"{self.decided}. Over all temperatures together, it calls {self.rate:.2f} of the "
-                f"turns{whose} follow-ups, and {self.floor:.2f} of them when it is shown them "
-                f"after {AFTER[WRONG]}: {self.more}. The rate minus twice the floor is "
-                f"{self.margin.text(sign=True)}; above 0, most of the rate is excess"
+                f"turns{whose} follow-ups, and {self.floor:.2f} of the same turns if it sees "
+                f"them after {AFTER[WRONG]} (the floor): {self.more}. The gate passes if the "
+                f"excess is larger than the floor; the difference is {self.margin.text(sign=True)}"
             )
         if self.siblings is not None and self.siblings.decoys:
             text += (
-                ". When it is shown them after another response to the same query, it calls "
-                f"{self.siblings.floor:.2f} of them follow-ups: {self.siblings.more}"
+                ". After another response to the same query, the judge calls "
+                f"{self.siblings.floor:.2f} of the turns follow-ups: {self.siblings.more}"
             )
         return text
 
     @property
     def more(self) -> str:
         """The excess in words."""
-        return f"an excess of {self.excess.text(sign=True)} ({self.decoys} turns shown so)"
+        return f"an excess of {self.excess.text(sign=True)} ({self.decoys} turns)"
 
     @property
     def decided(self) -> str:

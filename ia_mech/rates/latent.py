@@ -11,7 +11,8 @@ from ia_mech.judge.decoys import DECOY_KINDS, SIBLING
 from ia_mech.rates.gate import NOT_PASSED
 from ia_mech.stats import Estimate, decomposed_difference
 
-RISE, ROLE, REST, BEYOND = "rise", "rise_role", "rise_else", "rise_beyond_siblings"
+RISE, ROLE, REST = "rise", "rise_staying_in_role", "rise_once_in_role"
+BEYOND = "rise_beyond_siblings"
 PARTS = (RISE, ROLE, REST, BEYOND)  # quantities
 LEAST = 50  # queries: with fewer, a rise can hardly be told from none
 
@@ -22,12 +23,13 @@ def rises(
     """How much more often the turns of each temperature are follow-ups than greedy ones.
 
     - ``rise``: of the follow-up rate minus that of the same turns after a wrong conversation. It
-      has two parts: more turns stay in role (``rise_role``), and turns in role are follow-ups more
-      often (``rise_else``, which also holds what changes of turns out of role).
+      has two parts: more turns stay in role (``rise_staying_in_role``), and turns in role are
+      follow-ups more often (``rise_once_in_role``, which also holds what changes of turns out of
+      role).
     - ``rise_beyond_siblings``: of the rate minus that after other responses to the same query.
 
-    All but ``rise_role`` have a p. ``decoys`` are ``JudgedTurns.decoys``. Without greedy turns
-    there is no estimate, and without categories out of role in the rubric there are no parts.
+    All but ``rise_staying_in_role`` have a p. ``decoys`` are ``JudgedTurns.decoys``. Without greedy
+    turns there is no estimate, and without categories out of role in the rubric there are no parts.
     """
     beyond = decoys["own_follow_up"].astype(float) - decoys["follow_up"].astype(float)
     decoys = decoys.assign(beyond=beyond)[beyond.notna()]
@@ -76,8 +78,9 @@ def verdict(estimates: pd.DataFrame, level: float = 0.95) -> str:
     found = {quantity: own.loc[best] for quantity, own in of.items() if best in own.index}
     if (few := found[RISE]["sources"]) < LEAST:
         return (
-            f"It takes {LEAST} queries to tell whether sampling brings out follow-ups that greedy "
-            f"decoding hides. There are {few:g}: raise --limit of sample, or --queries of study."
+            "To tell whether sampling brings out follow-ups that greedy decoding hides, "
+            f"{LEAST} queries are needed, and there are {few:g} (raise --limit of sample, or "
+            "--queries of study)."
         )
 
     def told(quantity: str) -> tuple[bool, str]:

@@ -163,12 +163,12 @@ def read_runs(
     if pooled["follow_up"].isna().all():
         raise UserError(
             f"{judge!r} assessed none of the {len(pooled)} user turns",
-            "see why in the column status of its verdicts, and judge again",
+            "see why in the column status of its labels, and judge again",
         )
     notes = _notes(runs, pooled)
     without = [run.name for run, frame in zip(runs, decoys, strict=True) if frame.empty]
     if 0 < len(without) < len(runs):
-        notes.append(f"no decoys in {', '.join(without)}: these verdicts have no floor.")
+        notes.append(f"no decoys in {', '.join(without)}: these labels have no floor.")
     some = _pooled([frame for frame in decoys if len(frame)] or decoys[:1])
     judged = JudgedTurns(pooled, judge, record, annotator, runs, notes, by=by, decoys=some)
     judged = restrict_responses(judged, responses)
@@ -220,7 +220,7 @@ def _choose_judge(runs: list[Run], judge: str | None) -> str:
     if len(names) > 1:
         listed = ", ".join(sorted(names))
         raise UserError(
-            f"there are verdicts of {listed}", 'choose one: --judge NAME, or judge="NAME"'
+            f"there are labels by {listed}", 'choose one: --judge NAME, or judge="NAME"'
         )
     return names.pop()
 
@@ -235,7 +235,7 @@ def _record_of_one_judge(runs: list[Run], judge: str) -> dict[str, Any]:
     for run, these in zip(runs, hashes, strict=True):
         if these != hashes[0]:
             raise UserError(
-                f"the verdicts named {judge!r} of {runs[0].path} and {run.path} are of different "
+                f"the labels by {judge!r} in {runs[0].path} and {run.path} are by different "
                 "judges (model, settings or rubric)",
                 "judge both alike (ia-mech judge run … --replace, or label(…, replace=True)), or "
                 "report them apart",
@@ -250,14 +250,14 @@ def _choose_annotator(runs: list[Run], annotator: str | None) -> str | None:
     if annotator is None:
         if len(names) > 1:
             raise UserError(
-                f"there are labels of {', '.join(names)}",
+                f"there are labels by {', '.join(names)}",
                 'choose whose labels correct the rates: --annotator NAME, or annotator="NAME" '
                 "('': nobody's)",
             )
         return names[0] if names else None
     if annotator not in names:
         raise UserError(
-            f"there are no labels of {annotator!r}",
+            f"there are no labels by {annotator!r}",
             f"choose the annotator from: {', '.join(names)}" if names else "name no annotator",
         )
     return annotator

@@ -18,6 +18,7 @@ from ia_mech.rates.gate import Gate, named
 from ia_mech.rates.load import EVERY, SUBJECT, JudgedTurns, matching
 from ia_mech.results import LEAST_SHOWN, Result, Table, about_runs, cell_of, table_of
 from ia_mech.run.labels import KEY
+from ia_mech.run.queries import conversations_text
 
 QUESTION = "How often are the user turns follow-ups?"
 Columns = dict[str, tuple[str, int | str]]  # of a table: which estimates → head and format
@@ -28,7 +29,7 @@ FOLLOW_UPS: Columns = {
     "follow_up": ("follow-ups", 2),
     "floor": ("after a wrong conversation", 2),
     "excess": ("excess", "+.2f"),
-    "difference": ("difference from greedy", "+.2f"),
+    "difference": ("follow-ups minus greedy's", "+.2f"),
 }
 OTHERS: Columns = {
     "rate_complete": ("follow-ups after complete responses", 2),
@@ -37,7 +38,7 @@ OTHERS: Columns = {
 }
 LEGENDS = {
     "floor": "After a wrong conversation: how often the judge calls the same turns follow-ups "
-    "there; excess: the rate minus that. Queries of the wrong conversations count, too.",
+    "there; excess: the rate minus that.",
     "difference": "p: Holm-corrected.",
     DEPENDENT: "Dependent: likelier after the own response than after all its siblings together "
     "(ia-mech reaction). Of turns that depend on no response, at most 1 in K would be, with K "
@@ -139,7 +140,8 @@ def _sentence(judged: JudgedTurns, of: pd.DataFrame, groups: pd.DataFrame, level
     said = [f"By {named(judged.judge)}, {'; '.join(rates)}."]
     if judged.by is not None:
         said.append(_by_group(one_line(judged.by, 40), groups))
-    said.append(f"These are {len(turns)} turns after {sources} queries{few}.")
+    conversations = conversations_text(turns["context"].nunique(), sources)
+    said.append(f"These are {len(turns)} turns in {conversations}{few}.")
     if turns["unfinished"].any():
         said.append(f"{turns['unfinished'].mean():.0%} of them follow an unfinished response.")
     return " ".join(filter(None, [*said, latent.verdict(of, level), _reaction(gate)]))
@@ -208,7 +210,7 @@ def _tables(
         *(_floor_table(rows, kind) for kind in DECOY_KINDS),
         _variance_table(of_turns),
         *_profile_tables(of_turns),
-        _reach_table(of_turns),
+        _pass_at_k_table(of_turns),
         _corrected_table(of_turns),
     ]
     return [table for table in tables if table.rows]
@@ -241,9 +243,9 @@ def _gate_table(gates: list[Gate]) -> Table:
         "turns that the judge is shown after what they did not follow",
         ["counted", "shown after", "turns", OWN, THERE, "excess", "gate"],
         rows,
-        "Gate: passed if the rate minus twice the rate after a wrong conversation lies above 0; "
-        "after another response, if the excess does. With few queries a rate that is seen as 0 may "
-        "be larger: the gate is then undecided.",
+        "Gate: passed if the excess is larger than the rate after a wrong conversation; after "
+        "another response, if it is above 0. With few queries neither may be certain: the gate is "
+        "then undecided.",
     )
 
 
@@ -256,14 +258,14 @@ def _rise_table(whole: pd.DataFrame) -> Table:
         latent.BEYOND: ("rise beyond siblings", "+.2f"),
     }
     legend = (
-        "Rise of the excess: that at T minus that of greedy turns. It is the difference from "
-        "greedy minus the difference of the floors, and its p is from another test (a jackknife). "
+        "Rise of the excess: that at T minus that of greedy turns. It is the rise of the "
+        "follow-up rate minus that of the floor, and its p is from another test (a jackknife). "
         "In role: a turn doesn't, by the judge, repeat query or response, or speak as the "
         "assistant. p: Holm-corrected."
     )
     title = "are follow-ups latent? how their excess rises from greedy to sampled turns"
     if len(rows) and rows["sources"].max() < latent.LEAST:
-        title += f" (no verdict: under {latent.LEAST} queries)"
+        title += f" (not enough to tell: under {latent.LEAST} queries)"
     return table_of(title, rows, heads, LINES, rows="turns, greedy too", legend=legend)
 
 
@@ -286,7 +288,7 @@ def _variance_table(of_turns: pd.DataFrame) -> Table:
 def _floor_table(rows: pd.DataFrame, kind: str) -> Table:
     own = rows[rows["decoy"] == kind]
     heads: Columns = {
-        "decoyed_rate": (OWN, 2),
+        "rate_after_own": (OWN, 2),
         "floor": (THERE, 2),
         "excess": ("excess", "+.2f"),
     }
@@ -309,16 +311,16 @@ def _profile_tables(of_turns: pd.DataFrame) -> list[Table]:
     ]
 
 
-def _reach_table(of_turns: pd.DataFrame) -> Table:
-    reach = of_turns[of_turns["quantity"] == "reach"]
-    most = reach["n_samples"].max()
-    reach = reach[reach["n_samples"].isin({1, 2, 4, 8, 16, 32, most}) & (most > 1)]
-    reach = reach.assign(key="n = " + reach["n_samples"].astype(str))
-    heads: Columns = {name: (name, 2) for name in reach["key"].unique()}
-    title = "contexts with a follow-up among n samples"
-    legend = "The mean over all subsets of n samples (pass@k), of contexts with n samples or more."
-    options: dict[str, Any] = {"rows": "contexts", "key": "key", "legend": legend, "full": True}
-    return table_of(title, reach, heads, LINES, **options)
+def _pass_at_k_table(of_turns: pd.DataFrame) -> Table:
+    rows = of_turns[of_turns["quantity"] == "pass_at_k"]
+    most = rows["n_samples"].max()
+    rows = rows[rows["n_samples"].isin({1, 2, 4, 8, 16, 32, most}) & (most > 1)]
+    rows = rows.assign(key="k = " + rows["n_samples"].astype(str))
+    heads: Columns = {name: (name, 2) for name in rows["key"].unique()}
+    title = "pass@k: share of conversations with a follow-up among k sampled turns"
+    legend = "The mean over all choices of k turns, of conversations with k sampled turns or more."
+    options: dict[str, Any] = {"rows": "conversations", "key": "key", "full": True}
+    return table_of(title, rows, heads, LINES, legend=legend, **options)
 
 
 def _corrected_table(of_turns: pd.DataFrame) -> Table:
@@ -361,7 +363,7 @@ def _notes(judged: JudgedTurns, rows: pd.DataFrame) -> list[str]:
         compared = len(tested) - pooled
         corrected = f"; Holm-corrected over {compared} comparisons{family}" * (compared > 1)
         notes.append(
-            "Difference from greedy: the mean over queries, paired by query. Its p is from a "
+            "Follow-ups minus greedy's: the mean over queries, paired by query. Its p is from a "
             f"sign-flip permutation test{unequal}{corrected}. Intervals are not corrected."
         )
     notes += few_sources(rows)
@@ -375,6 +377,6 @@ def _notes(judged: JudgedTurns, rows: pd.DataFrame) -> list[str]:
         )
     elif not judged.annotator:
         notes.append(
-            "no annotations correct these rates (ia-mech annotate export makes a sheet to label)."
+            "no annotator's labels correct these rates (ia-mech annotate export makes a sheet)."
         )
     return notes + judged.notes

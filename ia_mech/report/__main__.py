@@ -103,8 +103,9 @@ def render_report(runs: "Sequence[Run]", more: "Sequence[Path]" = ()) -> str:
     from ia_mech.judge.rubric import CATEGORIES, heading
     from ia_mech.page import glossary, rendered
     from ia_mech.rates.evidence import result_folders
-    from ia_mech.report.contents import cards_of, provenance
+    from ia_mech.report.contents import builtin_card, cards_of, commands, provenance
     from ia_mech.report.turns import browser
+    from ia_mech.run.queries import conversations_text
 
     names = _names(runs)
     folders = [result_folders(run, () if n else more) for n, run in enumerate(runs)]
@@ -121,8 +122,8 @@ def render_report(runs: "Sequence[Run]", more: "Sequence[Path]" = ()) -> str:
         data,
         title=models if models == ", ".join(names) else f"{models}: {', '.join(names)}",
         description=f"{models} was given a query and an assistant's response, and wrote the next "
-        f"user turn: {turns:,} turns ({settings}) after {len(contexts):,} responses to "
-        f"{sources:,} queries from {', '.join(sorted(contexts['dataset'].unique()))}.",
+        f"user turn: {turns:,} turns ({settings}) in {conversations_text(len(contexts), sources)} "
+        f"from {', '.join(sorted(contexts['dataset'].unique()))}.",
         rubric=CATEGORIES,
         heading=heading,
         words=glossary(),
@@ -135,6 +136,8 @@ def render_report(runs: "Sequence[Run]", more: "Sequence[Path]" = ()) -> str:
         ],
         turns_note=turns_note,
         provenance=provenance(runs, names),
+        commands=commands(runs, cards),
+        judge_card=builtin_card(runs),
         version=__version__,
     )
 

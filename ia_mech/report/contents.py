@@ -6,19 +6,23 @@ Nothing is computed here. All that a card shows of an analysis stands in its res
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from ia_mech.cli import shell_word
+from ia_mech.cli import program, shell_word
 from ia_mech.display import link_title, links_of, reading_of
 from ia_mech.estimates import ALL
 from ia_mech.judge.rubric import heading
 from ia_mech.page import image
 from ia_mech.results import Result, Table, read, sentences_of
 from ia_mech.run import Run
+from ia_mech.run.queries import conversations_text
+from ia_mech.run.sources import sources_of
+from ia_mech.settings import Settings
 
 # Kinds of results in the order in which a page shows them; other kinds follow, by name.
 ORDER = (
@@ -27,6 +31,7 @@ ORDER = (
     *("perturbations", "rates-by-correct", "temperature_sweep", "agreement"),
 )
 MAX_ESTIMATES = 400  # rows that a page lists; the file has all
+_ADVICE = re.compile(r" --[a-z]")  # in a sentence that says what to do, not what was found
 _INTERVAL = re.compile(r"(\[[-+−–\d.,% ]{3,40}\])")
 
 
@@ -61,9 +66,15 @@ class Answer:
 
     @property
     def sentences(self) -> list[list[str]]:
-        """The sentences, each cut into pieces: every second piece is an interval.
+        """The findings, each cut into pieces: every second piece is an interval.
         :attr:`controls` are cut in the same way."""
-        return [_INTERVAL.split(one) for one in sentences_of(self.result.sentence)]
+        said = sentences_of(self.result.sentence)
+        return [_INTERVAL.split(one) for one in said if one not in self.advice]
+
+    @property
+    def advice(self) -> list[str]:
+        """The sentences that say what would tell more."""
+        return [one for one in sentences_of(self.result.sentence) if _ADVICE.search(one)]
 
     @property
     def controls(self) -> list[list[str]]:
@@ -176,8 +187,9 @@ def facts(run: Run) -> dict[str, str]:
         "identity": run.identity_digest,
         "model": f"{model['name']} ({model['weights_hash']}, {model['dtype']})",
         "dataset": str(settings["dataset"]),
-        "conversations": f"{run.counts['contexts']} contexts of "
-        f"{run.turns['source_id'].nunique()} queries",
+        "conversations": conversations_text(
+            run.counts["contexts"], sources_of(run.turns).nunique()
+        ),
         "turns": f"{len(run.turns)}, at most {settings['max_new_tokens']} tokens each",
         "temperatures": f"{temperatures}; {settings['samples']} samples each, seed "
         f"{settings['seed']}",
@@ -207,3 +219,21 @@ def provenance(runs: Sequence[Run], names: Sequence[str]) -> Table:
     return Table(
         "", ["what", *names], [[key, *(of.get(key, "–") for of in columns)] for key in keys]
     )
+
+
+def commands(runs: Sequence[Run], cards: Sequence[Card]) -> list[str]:
+    """The commands that sampled the runs, and those that made the results and keep theirs. A run
+    is named without its folder."""
+    words = [Settings.read(run.settings).command(Path(run.name)) for run in runs]
+    sampled = [f"ia-mech{one.removeprefix(program())}" for one in words]  # no path of this machine
+    answers = (answer for card in cards for answer in card.answers)
+    made = [answer.result.about.get("command") for answer in answers]
+    return [*sampled, *dict.fromkeys(filter(None, made))]
+
+
+def builtin_card(runs: Sequence[Run]) -> str:
+    """The built-in judge's card if it judged one of the runs, else nothing."""
+    records = [run.labels.record("judgements", one) for run in runs for one in run.labels.judges]
+    if all(record.get("identity", {}).get("kind") != "builtin" for record in records):
+        return ""
+    return (files("ia_mech.judge.builtin") / "CARD.md").read_text(encoding="utf-8")

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from ia_mech.judge.shown import RULE, labelled_turns, lines_of
 from ia_mech.run import Run
 from ia_mech.run.layout import UNPERTURBED
+from ia_mech.run.queries import conversations_text
 
 TURNS = 3
 LISTED = 3  # most temperatures that are named one by one
@@ -29,23 +30,16 @@ def sentence(run: Run, judge: str) -> str:
     rows = rows[(rows["perturbation"] == UNPERTURBED) & rows["follow_up"].notna()]
     if rows.empty:
         return f"Judge {judge} could assess no turn."
-    contexts, queries = rows["context_id"].nunique(), rows["source"].nunique()
-    after = f"After {contexts} conversations"
-    if queries < contexts:
-        after = f"After {contexts} responses to {queries} queries"
+    counts = rows["context_id"].nunique(), rows["source"].nunique()
+    after = f"After {conversations_text(*counts)}"
     counts = rows.groupby("temperature")["follow_up"].agg(["sum", "count"]).astype(int)
-    parts = [
-        f"the greedy user turn is a follow-up {yes} time{'' if yes == 1 else 's'} of {of}"
-        for t, yes, of in counts.itertuples()
-        if t == 0
-    ]
+    parts = [f"{yes} of {of} greedy user turns" for t, yes, of in counts.itertuples() if t == 0]
     sampled = counts[counts.index > 0]
     if len(sampled) > LISTED:
-        at = f"at {len(sampled)} temperatures from {sampled.index.min():g} to "
-        at += f"{sampled.index.max():g} it is in {sampled['sum'].sum()} of "
-        parts.append(f"sampled {at}{sampled['count'].sum()}")
-    elif len(sampled):
-        listed = [f"at T = {t:g} {{}}in {yes} of {of}" for t, yes, of in sampled.itertuples()]
-        listed = [one.format("it is " if at == 0 else "") for at, one in enumerate(listed)]
-        parts.append("sampled " + ", ".join(listed))
-    return f"{after}, {'; '.join(parts)} (judge: {judge})."
+        listed = [
+            f"{sampled['sum'].sum()} of {sampled['count'].sum()} sampled at {len(sampled)} "
+            f"temperatures from {sampled.index.min():g} to {sampled.index.max():g}"
+        ]
+    else:
+        listed = [f"{yes} of {of} sampled at T = {t:g}" for t, yes, of in sampled.itertuples()]
+    return f"{after}, follow-ups are {', '.join(parts + listed)} (judge: {judge})."

@@ -244,7 +244,7 @@ class Labels:
         others = self.annotators if kind == "judgements" else self.judges
         if name in others:
             what = "an annotator" if kind == "judgements" else "a judge"
-            raise UserError(f"{self.path} has labels of {what} named {name!r}", "give another name")
+            raise UserError(f"{self.path} has labels by {what} named {name!r}", "give another name")
 
     def command(self, kind: str, name: str) -> str:
         """The command that writes such a file, also over one that is there."""

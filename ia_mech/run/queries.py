@@ -77,6 +77,16 @@ def exchange(messages: Sequence[dict[str, Any]]) -> tuple[str, str]:
     return query, messages[-1]["content"]
 
 
+def conversations_text(conversations: int, queries: int) -> str:
+    """``24 conversations``; where queries have several responses, with what they are."""
+    text = f"{conversations} conversation{'s' * (conversations != 1)}"
+    if conversations == queries:
+        return text
+    each, rest = divmod(conversations, queries)
+    responses = f"{conversations} responses to" if rest else f"{each} responses to each of"
+    return f"{text} ({responses} {queries} queries)"
+
+
 def unfinished_text(contexts: pd.DataFrame) -> str:
     """How many of the responses are unfinished, and why, such as ``5 of 8 responses are unfinished
     (4 cut off, 1 within its thought)``; empty if none is."""

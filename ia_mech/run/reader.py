@@ -312,7 +312,7 @@ class Run:
 
     @property
     def labels(self) -> Labels:
-        """What judges (programs or models) and annotators (people) say of the turns."""
+        """What judges (programs) and annotators (people or models) say of the turns."""
         return Labels(self)
 
     def labelled(
@@ -326,20 +326,21 @@ class Run:
         """One row per user turn, in the order of :attr:`turns`, with its texts and labels.
 
         Args:
-            judge: the name of a judge (a program or model that labelled the turns). It gives
+            judge: the name of a judge (a program that labelled the turns). It gives
                 ``category`` (``failed`` where the judge gave none) and ``follow_up``. With neither
                 name given, the run's only judge; a run with several judges is refused then.
-            annotator: the name of an annotator (a person who did). It gives ``truth_category`` and
-                ``truth`` (whether the turn is a follow-up), ``inclusion`` (the probability that the
-                turn was chosen for annotation), ``stratum``, ``sheet`` and ``note``; all are
-                missing in turns without a label.
+            annotator: the name of an annotator (a person or a model who labelled a sheet). It
+                gives ``truth_category`` and ``truth`` (whether the turn is a follow-up),
+                ``inclusion`` (the probability that the turn was chosen for annotation),
+                ``stratum``, ``sheet`` and ``note``; all are missing in turns without a label.
             columns: more columns of the judge's file (:data:`ia_mech.run.labels.JUDGEMENTS`).
-            texts: whether to read ``query``, ``response`` and ``text`` (the turn's), too.
+            texts: whether to read ``query``, ``response`` and ``text`` (the turn's). Without them
+                there is ``source`` (dataset and ``source_id`` in one key, the same in all runs).
 
         Returns:
-            The columns of :attr:`turns`; ``source`` (dataset and ``source_id`` in one key, the same
-            in all runs); ``perturbation``, which is ``none`` for conversations as they are;
-            ``unfinished``; the labels; and the texts. ``follow_up`` and ``truth`` are 1, 0, or NaN
+            The columns of :attr:`turns`, of which ``source_id`` is the query's id;
+            ``perturbation``, which is ``none`` for conversations as they are; ``unfinished``; the
+            labels; and the texts. ``follow_up`` and ``truth`` are 1, 0, or NaN
             where the turn was not assessed.
 
         Raises:
@@ -357,12 +358,12 @@ class Run:
                         f"ia_mech.label(run), or ia-mech judge run {self.path}",
                     )
                 raise UserError(
-                    f"{self.path} has verdicts of {', '.join(judges)}, and no judge is named",
+                    f"{self.path} has labels by {', '.join(judges)}, and no judge is named",
                     f"name one, as in run.labelled({judges[0]!r})",
                 )
             (judge,) = judges
         frame = labelled_turns(self.turns, self.labels, judge, annotator, columns)
-        return frame.join(self._texts()) if texts else frame
+        return frame.drop(columns="source").join(self._texts()) if texts else frame
 
     def _texts(self) -> pd.DataFrame:
         """``query``, ``response`` and ``text`` of each of :attr:`turns`."""
@@ -408,7 +409,7 @@ class Run:
 
     def __repr__(self) -> str:
         unfinished = "" if self.complete else ", unfinished"
-        counted = f"{self.model['name']}, {self.counts['contexts']} contexts{unfinished}"
+        counted = f"{self.model['name']}, {self.counts['contexts']} conversations{unfinished}"
         kept = f"layers 0 … {self.layers[-1]}; positions {self._positions_text}"
         return f"Run({str(self.path)!r}: {counted}; {kept})"
 

@@ -86,8 +86,8 @@ class BuiltInJudge(Judge):
 
     batch = 256
     caveat = (
-        "the built-in judge, on turns of models that it wasn't fitted on, agreed with readers to "
-        "κ 0.69 [0.64, 0.73] (follow-up or not; English; the readers are a language model; "
+        "the built-in judge agreed with a language model's labels to κ 0.69 [0.64, 0.73] "
+        "(follow-up or not, English, models that the judge wasn't fitted on; see "
         "ia_mech/judge/builtin/CARD.md)"
     )
 
