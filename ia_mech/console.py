@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from ia_mech import __version__
-from ia_mech.cli import did_you_mean, program, refuse
+from ia_mech.cli import did_you_mean, program, refuse, run_command
 
 COMMANDS = {
     "sample": (
@@ -76,8 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command; returns its exit status."""
     words = sys.argv[1:] if argv is None else argv
     if not words or words[0] in ("-h", "--help"):
-        print(usage())
-        return 0
+        return run_command(lambda: print(usage()), str)
     if words[0] == "--version":
         print(f"ia-mech {version()}")
         return 0

@@ -2,7 +2,7 @@
 
 Every table and every sentence with a number is written here, and has to stand on its page; no other
 decimal, percentage or interval may stand there. ``±`` is half of a 95% interval: Student's, over
-queries. The judge's verdicts are by fits without a turn's query, so its errors on labelled turns
+queries. The judge's labels are by fits without a turn's query, so its errors on labelled turns
 are those on others. Only pandas, NumPy and SciPy compute, but for the two parts of a rise, whose
 method is tested in test_stats_decomposition.py.
 
@@ -114,8 +114,8 @@ def verdicts(model: str) -> pd.DataFrame:
 
 @cache
 def read(model: str) -> pd.DataFrame:
-    """The labelled turns, by readers (``follow_up``, ``out_of_role``) and by the judge (``judge``),
-    whose fit never saw a turn's query."""
+    """The annotated turns: by annotators (``follow_up``, ``out_of_role``), and by the judge
+    (``judge``), whose fit never saw a turn's query."""
     labels = table(model, "labels").merge(table(model, "contexts")[["context", "query"]])
     labels["follow_up"] = (labels["category"] == "follow_up").astype(float)
     labels["judge"] = (labels["judged"] == "follow_up").astype(float)
@@ -180,7 +180,7 @@ def agreement(models: Sequence[str]) -> str:
 
 
 def two_readers() -> str:
-    """κ of two readers of the same turn."""
+    """κ of two annotators of the same turn."""
     twice = pd.concat([read(m) for m in SETS]).dropna(subset="second_reading")
     second = (twice["second_reading"] == "follow_up").astype(float)
     assert len(twice) == 408
@@ -269,7 +269,7 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def by_three(model: str, asked: dict, show: Callable[[Iterable[float]], str]) -> list[str]:
-    """By the judge, corrected, and by the readers."""
+    """By the judge, corrected, and by the annotators."""
     sign = min(asked.values()) < 0
     middle = around(corrected(model, asked), 1 if sign else 0, sign=sign, scale=100)
     return [show(by_judge(model, asked)), middle, show(by_readers(model, asked))]
@@ -456,8 +456,8 @@ def found_sentences(short: bool) -> list[str]:
     out = [by_readers(QWEN, t, "out_of_role") for t in (GREEDY, SAMPLED)]
     in_role = read(QWEN)[(read(QWEN)["where"] == OWN) & (read(QWEN)["out_of_role"] == 0)]
     within = [mean(100 * of, 0) for _, of in in_role.groupby("temperature")["follow_up"]]
-    (all_q, all_s), (own_q, own_s), (head_q, head_s) = (
-        [mean(site(m, name)) for m in MODELS] for name in ("own context", "response", "header")
+    all_q, own_q, head_q = (
+        mean(site(QWEN, name)) for name in ("own context", "response", "header")
     )
     low, high = (f"{100 * end:.0f}" for end in student(by_readers(QWEN, BEYOND_WRONG))[1:])
     brief = f"""**Sampling brings more follow-ups in one model of two.** In Qwen2.5-Coder-1.5B,
@@ -476,24 +476,16 @@ def found_sentences(short: bool) -> list[str]:
     tells {all_q} bits about which of three responses it followed (1.58 would be certainty). Take
     the states of another response everywhere but at the response's tokens: {own_q} bits are left.
     Everywhere but at the header's: {head_q}."""
-    rise = change(by_readers(QWEN, BEYOND_WRONG))
-    said = f"""By a language model's labels, {readers[0]}% of Qwen2.5-Coder-1.5B's greedy user turns
-    are follow-ups, and {readers[1]}% of those sampled at T = 0.7. After a *wrong conversation* (one of
-    another query) few of the same turns count as follow-ups, and the rise beyond these is {rise}
-    points. SmolLM2-135M isn't shown to rise; [the table](#how-often) has the built-in judge's
-    rates, too.
+    said = f"""{readers[0]}% of Qwen2.5-Coder-1.5B's greedy user turns are follow-ups, and
+    {readers[1]}% of its sampled turns are; in SmolLM2-135M no rise is shown.
 
-    Sampling keeps Qwen's turns in role. A turn is *out of role* if it repeats the conversation or
-    speaks as the assistant, as {mean(100 * out[0], 0)}% of greedy turns and
-    {mean(100 * out[1], 0)}% of sampled ones do. Among turns in role, {within[0]}% of greedy ones
-    are follow-ups, but only {within[1]}% of sampled ones.
+    {mean(100 * out[0], 0)}% of Qwen's greedy turns are *out of role* (they repeat the conversation
+    or speak as the assistant), and {mean(100 * out[1], 0)}% of its sampled turns are.
 
-    A turn depends on its response through the response's own keys and values, hardly through the
-    header's states. *Bits* say how much a turn tells about which of three responses it followed;
-    1.58 would be certainty. Sampled turns were scored again after mixed contexts, in which one part comes from
-    the turn's own response and all else from another one. With the keys and values of the own
-    response, Qwen's turns keep {own_q} of {all_q} bits (SmolLM2's {own_s} of {all_s}). With the
-    header's states they keep {head_q} ({head_s})."""
+    A turn depends on the keys and values of its response, and hardly on the user header's.
+
+    Among Qwen's turns in role, the annotators call {within[0]}% of the greedy ones follow-ups, and
+    {within[1]}% of the sampled ones."""
     return [folded(one) for one in (brief if short else said).split("\n\n")]
 
 
@@ -524,10 +516,10 @@ def sentences() -> dict[str, list[str]]:
     responses (Qwen {each[0]}, maths {each[1]}, SmolLM2 {each[2]}), two annotators with
     {two_readers()}.
 
-    **Where they differ.** On the turns that were read, the judge's rise in Qwen is
+    **Where they differ.** On the turns with an annotator's label, the judge's rise in Qwen is
     {change(there[0])}. That is {change(there[0] - there[1])} more than the annotators', since the
     judge misses follow-ups among greedy turns ({change(first)}). On all turns the judge says that
-    the rate of SmolLM2 falls ({falls[0]}); on the turns that were read it doesn't ({falls[1]}).
+    the rate of SmolLM2 falls ({falls[0]}); on those with a label it doesn't ({falls[1]}).
 
     Siblings are other responses to the same query. Sampled turns are follow-ups more often after
     their own response than after siblings in SmolLM2 ({sampled[2][0]}; corrected
