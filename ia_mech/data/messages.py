@@ -147,19 +147,21 @@ def read_tools(value: Any, place: str) -> list[dict]:
     Raises:
         UserError: they are none.
     """
+    problem = f"{place}: the tools are not a list of objects with names"
+    remedy = f"write their schemas as JSON, or name the column with {METADATA} if they are none"
+    named = [function for _, function in _functions(value, problem, remedy)]
+    plain = ({k: v for k, v in function.items() if k != "type"} for function in named)
+    return [{"type": "function", "function": jsonable(function)} for function in plain]
+
+
+def _functions(value: Any, problem: str, remedy: str) -> Iterator[tuple[dict, dict]]:
+    """Each object of a list, or of its JSON, with the named function that it has, or that it is."""
     value = from_json(value)
-    made = []
-    for tool in map(from_json, value if isinstance(value, list) else [value]):
-        function = tool.get("function", tool) if isinstance(tool, dict) else None
+    for one in map(from_json, value if isinstance(value, list) else [value]):
+        function = one.get("function", one) if isinstance(one, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise UserError(
-                f"{place}: the tools are not a list of objects with names ({json_type(tool)})",
-                f"write their schemas as JSON, or name the column with {METADATA} if the "
-                "assistant had no tools",
-            )
-        function = {name: cell for name, cell in function.items() if name != "type"}
-        made.append({"type": "function", "function": jsonable(function)})
-    return made
+            raise UserError(problem, remedy)
+        yield one, function
 
 
 def refuse_unread(fields: dict, names: Collection[str], place: str) -> None:
@@ -252,24 +254,16 @@ def _joined(parts: list, place: str) -> tuple[str, list]:
 def _thought(thoughts: list, place: str) -> str:
     first, *others = dict.fromkeys(map(str, thoughts))
     if others or not isinstance(thoughts[0], str):
-        problem = (
-            "two thoughts that differ" if others else f"a thought that is {json_type(thoughts[0])}"
-        )
+        problem = "two thoughts that differ" if others else "a thought that is no text"
         raise UserError(f"{place} has {problem}", "keep one, as text, in reasoning_content")
     return first
 
 
 def _calls(value: Any, place: str) -> list[dict]:
     """Calls of tools as templates take them: arguments as an object, not as its JSON."""
-    value = from_json(value)
+    remedy = 'write "tool_calls": [{"function": {"name": …, "arguments": …}}]'
     made = []
-    for call in map(from_json, value if isinstance(value, list) else [value]):
-        function = call.get("function", call) if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise UserError(
-                f"{place} has a tool call without a name",
-                'write "tool_calls": [{"function": {"name": …, "arguments": …}}]',
-            )
+    for call, function in _functions(value, f"{place} has a tool call without a name", remedy):
         arguments = function.get("arguments", function.get("parameters"))
         arguments = {} if is_gap(arguments) else jsonable(from_json(arguments))
         named = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
