@@ -176,7 +176,7 @@ def _rows_in(value: Any, path: Path) -> list:
     (``to_json`` with ``orient`` split, columns or index)."""
     if not isinstance(value, dict):
         return value if isinstance(value, list) else [value]
-    names, data = value.get("columns"), value.get("data")
+    names, data = value.get("columns", []), value.get("data", [])
     if list_of(names, str) and list_of(data, list) and {*map(len, data)} == {len(names)}:
         return [dict(zip(names, row, strict=True)) for row in data]
     found = [name for name in _WRAPPERS if list_of(value.get(name), dict)]

@@ -126,27 +126,16 @@ class ColumnMap:
         return self.format != "auto" or any(columns)
 
 
-@dataclass
-class ParsedRow:
-    """What a row says, before anything is checked."""
-
-    said: list[dict[str, Any]]  # fields of Conversation, once for each response
-    left: list[str]  # columns that became metadata
-    roles: dict[str, str]  # fields of ColumnMap → columns read so
-    cut: bool  # whether it has more turns after the real follow-up
-    unpacked: bool  # whether its response was a text with messages
-
-
-def parse(row: dict, columns: ColumnMap, place: str) -> ParsedRow:
+def parse(row: dict, columns: ColumnMap, place: str) -> "Row":
     """Read one row in the shape ``columns`` names, or in the one its columns show.
 
     Raises:
         UserError: no shape fits, a named column is missing, a column holds the wrong kind, or one
             that would change the conversation can't be read.
     """
-    cells = _Cells(row, columns, place)
+    cells = Row(row, columns, place)
     refuse_unread(cells.known, [name for name in UNREAD if name != columns.context], place)
-    said = _read(cells, _shape(cells) if columns.format == "auto" else columns.format)
+    cells.said = _read(cells, _shape(cells) if columns.format == "auto" else columns.format)
     shared: dict[str, Any] = {"id": cells.identifier("id")}
     source = cells.identifier("source")
     if isinstance(cells.known.get("dataset"), str):
@@ -154,18 +143,19 @@ def parse(row: dict, columns: ColumnMap, place: str) -> ParsedRow:
     if cells.own:
         names = ("perturbation", "header", "response_index")
         shared |= {name: cells.take(name) for name in names if name in cells.known}
-    left, shared["metadata"] = cells.rest()
-    for one in said:
+    cells.left, shared["metadata"] = cells.rest()
+    for one in cells.said:
         one |= shared
         one["source_id"] = source or one["source_id"]
     if cells.own:
-        return ParsedRow(said, left, {}, cells.cut, cells.unpacked)
-    cells.ask_about(left, said)
-    _refuse_empty([message for one in said for message in one["messages"]], place)
-    return ParsedRow(said, left, cells.roles, cells.cut, cells.unpacked)
+        cells.roles = {}
+    else:
+        cells.ask_about_left()
+        _refuse_empty([message for one in cells.said for message in one["messages"]], place)
+    return cells
 
 
-def _read(cells: "_Cells", shape: str) -> list[dict[str, Any]]:
+def _read(cells: "Row", shape: str) -> list[dict[str, Any]]:
     """What is said in a row of this shape: fields of a conversation for each response."""
     turns: list[str] = []
     asked = 1  # messages that come before the response in any case
@@ -173,14 +163,18 @@ def _read(cells: "_Cells", shape: str) -> list[dict[str, Any]]:
         messages = _query(cells)
         asked = len(messages)
     elif shape == "turns":
-        turns = cells.texts(("turns", "prompt"))
+        name = cells.needed(cells.name("messages", ("turns", "prompt")), "messages")
+        turns = cells.listed(name, "messages", texts=True)
         messages = [{"role": "user", "content": turns[0]}]
     elif shape == "alternating":
-        texts, roles = cells.texts((*_NAMES["messages"], "turns", "data")), ("user", "assistant")
-        messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
+        usual, roles = (*_NAMES["messages"], "turns", "data"), ("user", "assistant")
+        name = cells.needed(cells.name("messages", usual), "messages")
+        texts = enumerate(cells.listed(name, "messages", texts=True))
+        messages = [{"role": roles[i % 2], "content": text} for i, text in texts]
     else:
         name = cells.needed(_messages_column(cells), "messages")
-        messages = cells.messages(name, "messages")
+        listed = cells.listed(name, "messages")
+        messages = read_messages(listed, cells.place, cells.columns.metadata)
         asked = len(messages) if name in _NAMES["query"] else 1  # a prompt is never cut
     if shape != "qa":
         what = "a list of user turns" if turns else "a list of messages"
@@ -208,7 +202,7 @@ def _read(cells: "_Cells", shape: str) -> list[dict[str, Any]]:
     return found
 
 
-def _query(cells: "_Cells") -> list[Message]:
+def _query(cells: "Row") -> list[Message]:
     """The query that a column has, with the passage and the history of others."""
     name = cells.needed(cells.name("query", _NAMES["query"]), "query")
     query = cells.take(name, "query")
@@ -229,13 +223,13 @@ def _query(cells: "_Cells") -> list[Message]:
     if passage is not None and not is_gap(query):  # Alpaca, Dolly, SQuAD: the text to work on
         query = f"{query}\n\n{passage}"
     history = next((n for n in _NAMES["history"] if not is_gap(cells.known.get(n))), None)
-    earlier = cells.messages(history, "history") if history else []
-    return [*earlier, {"role": "user", "content": query}]
+    earlier = cells.listed(history, "history") if history else []
+    where = f"{cells.place}: the column {history!r}"
+    asked = read_messages(earlier, where, cells.columns.metadata)
+    return [*asked, {"role": "user", "content": query}]
 
 
-def _answers(
-    cells: "_Cells", shape: str, messages: list[Message]
-) -> tuple[list[Answer], str | None]:
+def _answers(cells: "Row", shape: str, messages: list[Message]) -> tuple[list[Answer], str | None]:
     """The responses to these messages, one in them too, and the gold answer."""
     names = _FIRST_ANSWER if shape == "turns" else _NAMES["response"]
     # Beside messages "solution" is the gold answer, for graders.
@@ -332,17 +326,25 @@ def cut_dialogue(
     return messages[: ends[0]], messages[ends[0]]["content"]
 
 
-class _Cells:
-    """One row, with the columns already used; what is left over becomes metadata.
+class Row:
+    """One row that is read.
 
-    ``known`` has the columns that can be part of the conversation: neither null nor named as
-    metadata.
+    Attributes:
+        known: the columns that can be part of the conversation: neither null nor named as metadata.
+        used: the columns already read; what is left over becomes metadata.
+        said: fields of :class:`ia_mech.data.conversations.Conversation`, once for each response.
+        left: columns with something that became metadata.
+        roles: fields of :class:`ColumnMap` → columns read so.
+        cut: whether it has more turns after the real follow-up.
+        unpacked: whether its response was a text with messages.
     """
 
     def __init__(self, row: dict, columns: ColumnMap, place: str) -> None:
         self.row, self.columns, self.place = row, columns, place
         self.known = {k: v for k, v in row.items() if not is_null(v) and k not in columns.metadata}
         self.used: set[str] = set()
+        self.said: list[dict[str, Any]] = []
+        self.left: list[str] = []
         self.roles: dict[str, str] = {}
         self.cut = self.unpacked = False
 
@@ -358,12 +360,10 @@ class _Cells:
 
     def needed(self, name: str | None, role: str) -> str:
         """The column that a shape can't do without."""
-        if name is None:
-            raise UserError(
-                f"{self.place}: no {role} (found: {self.found})",
-                f"name the column with --{role}-column",
-            )
-        return name
+        if name is not None:
+            return name
+        remedy = f"name the column with --{role}-column"
+        raise UserError(f"{self.place}: no {role} (found: {self.found})", remedy)
 
     @property
     def own(self) -> bool:
@@ -413,36 +413,24 @@ class _Cells:
             if name not in self.used and not is_gap(self.known.get(name)):
                 self.refuse(str(name), f"stands beside {what}")
 
-    def listed(self, name: str, role: str) -> Any:
-        """The list in a column, or in its text."""
-        value = as_list(self.take(name, role))
-        if isinstance(value, str) and value.lstrip().startswith("["):
+    def listed(self, name: str, role: str, texts: bool = False) -> list:
+        """The list in a column, or in its text: of texts, or of something else."""
+        listed = as_list(self.take(name, role))
+        if isinstance(listed, str) and listed.lstrip().startswith("["):
             where = f"{self.place}: the column {name!r}"
-            parse_json(value, where, "write the list as JSON, with double quotes and commas")
-        return value
-
-    def messages(self, name: str, role: str) -> list[Message]:
-        """The messages in a column, of the conversation or of its history."""
-        listed, remedy = self.listed(name, role), NOT_PART
-        if not isinstance(listed, list) or list_of(listed, str):
-            kind = "a list of texts" if isinstance(listed, list) else json_type(listed)
+            parse_json(listed, where, "write the list as JSON, with double quotes and commas")
+        if not isinstance(listed, list) or list_of(listed, str) != texts:
+            kind = "a list of texts" if list_of(listed, str) else json_type(listed)
+            remedy = NOT_PART
             if role == "messages":
                 remedy = (
                     f"name another with --messages-column (found: {self.found}), or say whose "
                     "texts a list has: --format turns (the user's), or alternating"
                 )
-            self.refuse(name, f"is {kind}, not a list of messages", remedy)
-        where = f"{self.place}: the column {name!r}" if role == "history" else self.place
-        return read_messages(listed, where, self.columns.metadata)
-
-    def texts(self, usual: Sequence[str]) -> list[str]:
-        """The list of texts in the column that ``usual`` or the user names."""
-        name = self.needed(self.name("messages", usual), "messages")
-        texts = self.listed(name, "messages")
-        if not list_of(texts, str):
-            remedy = f"name another with --messages-column (found: {self.found})"
-            self.refuse(name, f"is {json_type(texts)}, not a list of texts", remedy)
-        return texts
+            self.refuse(
+                name, f"is {kind}, not a list of {'texts' if texts else 'messages'}", remedy
+            )
+        return listed
 
     def may_answer(self, name: str) -> bool:
         """Whether a column holds answers, if its name doesn't say so: texts in ``choices`` are the
@@ -544,16 +532,16 @@ class _Cells:
                 return name
         return None
 
-    def ask_about(self, left: Iterable[str], said: list[dict]) -> None:
+    def ask_about_left(self) -> None:
         """Refuse a column that nothing has read and that may be a part of the conversation, by its
         name and by what it holds: metadata never reaches the model.
 
         It may be the response, where the model would write another in its place, or another one was
         read; or its name is nearly one that would change the conversation.
         """
-        last = [one["messages"][-1] for one in said if one["messages"]]
+        last = [one["messages"][-1] for one in self.said if one["messages"]]
         texts = [m["content"] for m in last if m["role"] == "assistant"]
-        unread = [n for n in left if not is_said(self.known.get(n), texts)]
+        unread = [n for n in self.left if not is_said(self.known.get(n), texts)]
         usual = () if texts else (*_NAMES["response"], "answer")
         name = self.like(unread, usual, _LIKE_RESPONSE)
         if name and not texts:
@@ -571,7 +559,7 @@ class _Cells:
                 f"{meant if read else 'leave out one of them'}, or {METADATA} {name} if it is none",
             )
         known = {name for role in _CHANGING for name in _NAMES[role]}
-        for name in (n for n in left if n in self.known and n not in known):
+        for name in (n for n in self.left if n in self.known and n not in known):
             value, plain = from_json(self.known[name]), re.sub(r"[\s-]", "_", name.lower())
             for role, what in _CHANGING.items():
                 near = get_close_matches(plain, map(str.lower, _NAMES[role]), 1, _NEAR)
@@ -599,7 +587,7 @@ class _Cells:
         return named, jsonable(left | (own or {}))
 
 
-def _shape(cells: _Cells) -> str:
+def _shape(cells: Row) -> str:
     """The shape that the columns show."""
     named = cells.columns.messages
     listed = [n for n in ("turns", "prompt") if list_of(cells.known.get(n), str)]
@@ -625,7 +613,7 @@ def _shape(cells: _Cells) -> str:
     )
 
 
-def _messages_column(cells: _Cells) -> str | None:
+def _messages_column(cells: Row) -> str | None:
     """The column with a list of messages, which may be the whole dialogue or a prompt."""
     asked = [cells.columns.query] if cells.columns.query else [*_NAMES["query"], "turns"]
     if not any(name in cells.known for name in _NAMES["query"]):

@@ -148,7 +148,7 @@ def read_tools(value: Any, place: str) -> list[dict]:
         UserError: they are none.
     """
     problem = f"{place}: the tools are not a list of objects with names"
-    remedy = f"write their schemas as JSON, or name the column with {METADATA} if they are none"
+    remedy = f"write their schemas as JSON, or name the column with {METADATA} if it has none"
     named = [function for _, function in _functions(value, problem, remedy)]
     plain = ({k: v for k, v in function.items() if k != "type"} for function in named)
     return [{"type": "function", "function": jsonable(function)} for function in plain]

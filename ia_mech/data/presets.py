@@ -181,11 +181,8 @@ PRESETS: dict[str, Preset] = {
 
 def find(name: str) -> Preset | None:
     """The preset of this name; case, ``-`` and ``_`` don't matter."""
-
-    def bare(text: str) -> str:
-        return text.lower().replace("-", "").replace("_", "")
-
-    return next((p for p in PRESETS.values() if bare(p.name) == bare(name)), None)
+    bare = {known.replace("-", ""): preset for known, preset in PRESETS.items()}
+    return bare.get(name.lower().replace("-", "").replace("_", ""))
 
 
 def recognise(row: dict) -> Preset | None:
@@ -210,9 +207,13 @@ def open_hub(
     if preset.files and subset not in preset.files:
         raise UserError(f"{path} has no subset {subset!r}", f"use one of {', '.join(preset.files)}")
     try:
-        revision = _commit(path, revision) or revision
         from datasets import load_dataset
+        from huggingface_hub import HfApi, constants
 
+        expanded(constants.HF_HUB_CACHE)  # without a home folder it would be ./~
+        if not constants.HF_HUB_OFFLINE:
+            asked = HfApi().dataset_info(path, revision=revision, timeout=PROBE_SECONDS)
+            revision = asked.sha
         rows = load_dataset(
             path,
             name=None if preset.files else subset,
@@ -243,24 +244,9 @@ def _rows(rows: Iterable[dict], name: str) -> Iterator[tuple[str, dict]]:
 
 def unreadable(path: str, error: Exception) -> UserError:
     """What to tell the user when the hub or the network fails, in one line."""
-    kind = type(error).__name__
-    lines = str(error).strip().splitlines() or [""]
-    reason = lines[0].strip()[:160] or kind
-    if kind == "RepositoryNotFoundError":
-        reason = "the hub has no such dataset, or it is private or gated"
-    elif kind in ("ConnectError", "ConnectTimeout", "ReadTimeout"):
-        reason = f"the hub could not be reached: {reason}"
+    line = next(iter(str(error).strip().splitlines()), "")[:160]
     return UserError(
-        f"dataset {path!r} could not be read ({reason})",
+        f"dataset {path!r} could not be read ({type(error).__name__}: {line})",
         "check the id, --subset, --split and HF_TOKEN, or download it on a machine with network "
         "and pass a local JSONL or Parquet file",
     )
-
-
-def _commit(path: str, revision: str | None) -> str | None:
-    from huggingface_hub import HfApi, constants
-
-    expanded(constants.HF_HUB_CACHE)  # without a home folder it would be ./~
-    if constants.HF_HUB_OFFLINE:
-        return None
-    return HfApi().dataset_info(path, revision=revision, timeout=PROBE_SECONDS).sha
