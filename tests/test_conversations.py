@@ -312,7 +312,7 @@ def test_unusable_rows_are_named_or_left_out_and_listed_on_demand(jsonl, row, co
 def test_a_column_that_is_named_like_a_response_is_asked_about(jsonl):
     """Otherwise the model would write another response in its place."""
     path = jsonl({"prompt": "q", "model_output": "r", "expected_answer": "s"})
-    assert "say --response-column model_output; or, if" in error_of(path)
+    assert "say --response-column model_output; or --metadata-columns mod" in error_of(path)
     (named,) = read(path, response="model_output")
     (unnamed,) = read(path, metadata=("model_output",))
     assert (named.response, unnamed.response) == ("r", None)

@@ -110,17 +110,14 @@ class Conversation:
     def to_dict(self) -> dict:
         """A JSON object that :func:`open_conversations` reads back unchanged."""
         row = asdict(self) | {"messages": [dict(m) for m in self.messages]}
-        usual: dict[str, Any] = {"perturbation": UNPERTURBED, "header": USER_HEADER}
-        usual |= {"response_index": None, "finish_reason": None}
-        for name, value in usual.items():
-            if row[name] == value:  # most conversations say nothing of it
+        for name in ("perturbation", "header", "response_index", "finish_reason"):
+            if row[name] == getattr(Conversation, name):  # most conversations say nothing of it
                 del row[name]
         return row
 
 
 def validate(conversation: Conversation, place: str) -> None:
-    """Check what every later step takes for granted; ``place``, where the row stands, opens the
-    error.
+    """Check what every later step takes for granted.
 
     Raises:
         UserError: unknown role, content that isn't text, an empty query, or turns out of order.
@@ -133,13 +130,13 @@ def validate(conversation: Conversation, place: str) -> None:
                 f"{place}: message {number} has the role {role!r}", f"use {', '.join(ROLES)}"
             )
         _check_text(content, f"{place}: message {number} ({role})")
-        thought = message.get("reasoning_content", "")
-        _check_text(thought, f"{place}: the thought of message {number}")
+        _check_text(
+            message.get("reasoning_content", ""), f"{place}: the thought of message {number}"
+        )
         if message.get("tool_calls") and (following is None or following["role"] != "tool"):
             raise UserError(
                 f"{place}: message {number} calls a tool, and no result follows",
-                "give the tool's result and the answer after it, or leave the row out "
-                "(--skip-unusable)",
+                "add it, and the answer after it; or leave the row out (--skip-unusable)",
             )
     for name in ("id", "source_id", "real_follow_up", "answer", "perturbation"):
         if (text := getattr(conversation, name)) is not None:
@@ -184,13 +181,13 @@ class ConversationSource:
         name: of the dataset, short.
         description: what was opened, for the record of a run (JSON values).
         count: how many rows there are; None where only reading them would tell.
-        skipped: with ``skip_unusable``, place and reason of each row that this iteration has left
-            out so far.
-        rest: whether the last iteration ended by ``limit``, before the last row.
-        left: columns that this iteration has kept as metadata so far.
-        roles: the columns that it has read so far, by what they were read as: fields of
-            :class:`ia_mech.data.formats.ColumnMap`.
-        cut: how many rows of this iteration go on after the real follow-up, unread.
+
+    What the last iteration has found so far:
+        skipped: with ``skip_unusable``, place and reason of each row that was left out.
+        rest: whether it ended by ``limit``, before the last row.
+        left: columns kept as metadata.
+        roles: columns read, by fields of :class:`ia_mech.data.formats.ColumnMap`.
+        cut: how many rows go on after the real follow-up, unread.
         unpacked: how many rows had a text with messages for a response.
     """
 
@@ -214,7 +211,11 @@ class ConversationSource:
         rows = self.read()
         for number, (place, row) in enumerate(rows, start=1):
             try:
-                row = _row_of(row, place)
+                if isinstance(row, bytes):
+                    row = parse_json(row, place, _AS_LINE)
+                if not isinstance(row, dict):
+                    kind = type(row).__name__
+                    raise UserError(f"{place} holds a {kind}, not an object", _AS_LINE)
                 if not names.issuperset(self.columns.metadata):
                     names.update(_names(row))
                 made = self._made(row, place, number, seen)
@@ -340,16 +341,6 @@ def local(dataset: str) -> tuple[str, Rows, dict] | None:
         f"{', '.join(names)}",
         f"use one of these, a {files.KINDS} file, a folder of such files, or a hub id org/name",
     )
-
-
-def _row_of(row: Any, place: str) -> dict:
-    if isinstance(row, bytes):
-        row = parse_json(row, place, _AS_LINE)
-    if not isinstance(row, dict):
-        raise UserError(
-            f"{place} holds a {type(row).__name__}, not an object", "write one object per row"
-        )
-    return row
 
 
 def _names(row: dict) -> Iterator[str]:

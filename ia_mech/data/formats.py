@@ -81,6 +81,10 @@ _CHANGING = {
     "tools": "the schemas of tools",
 }
 _LISTED = ("choices", "outputs", "responses")  # hold answers, or other things
+_TEXTS = {  # columns of the shapes that are lists of texts
+    "turns": ("turns", "prompt"),
+    "alternating": (*_NAMES["messages"], "turns", "data"),
+}
 _FIRST_ANSWER = ("reference_first_answer", "response", "responses")  # to a list of user turns
 
 # How names end that suggest a query or a response; words that suggest a gold answer.
@@ -162,21 +166,17 @@ def _read(cells: "Row", shape: str) -> list[dict[str, Any]]:
     if shape == "qa":
         messages = _query(cells)
         asked = len(messages)
-    elif shape == "turns":
-        name = cells.needed(cells.name("messages", ("turns", "prompt")), "messages")
-        turns = cells.listed(name, "messages", texts=True)
-        messages = [{"role": "user", "content": turns[0]}]
-    elif shape == "alternating":
-        usual, roles = (*_NAMES["messages"], "turns", "data"), ("user", "assistant")
-        name = cells.needed(cells.name("messages", usual), "messages")
-        texts = enumerate(cells.listed(name, "messages", texts=True))
-        messages = [{"role": roles[i % 2], "content": text} for i, text in texts]
     else:
-        name = cells.needed(_messages_column(cells), "messages")
-        listed = cells.listed(name, "messages")
+        texts = _TEXTS.get(shape, ())
+        name = cells.name("messages", texts) if texts else _messages_column(cells)
+        listed = cells.listed(cells.needed(name, "messages"), "messages", bool(texts))
+        if shape == "turns":
+            turns, listed = listed, listed[:1]
+        if texts:
+            who = ("user", "assistant")
+            listed = [{"role": who[i % 2], "content": text} for i, text in enumerate(listed)]
         messages = read_messages(listed, cells.place, cells.columns.metadata)
         asked = len(messages) if name in _NAMES["query"] else 1  # a prompt is never cut
-    if shape != "qa":
         what = "a list of user turns" if turns else "a list of messages"
         cells.refuse_beside(("context", "passage", *_NAMES["history"]), what)
     answers, gold = _answers(cells, shape, messages)
@@ -284,8 +284,7 @@ def _refuse_empty(messages: list[Message], place: str) -> None:
         if message["role"] == "assistant" and empty and not {*message} & {*PARTS}:
             raise UserError(
                 f"{place}: a message of the assistant is empty",
-                "leave it out if it is the last (the model can write the response), or leave the "
-                "row out (--skip-unusable)",
+                "leave it out if it is the last, or leave the row out (--skip-unusable)",
             )
 
 
@@ -360,10 +359,10 @@ class Row:
 
     def needed(self, name: str | None, role: str) -> str:
         """The column that a shape can't do without."""
-        if name is not None:
-            return name
-        remedy = f"name the column with --{role}-column"
-        raise UserError(f"{self.place}: no {role} (found: {self.found})", remedy)
+        if name is None:
+            remedy = f"name the column with --{role}-column"
+            raise UserError(f"{self.place}: no {role} (found: {self.found})", remedy)
+        return name
 
     @property
     def own(self) -> bool:
@@ -421,15 +420,12 @@ class Row:
             parse_json(listed, where, "write the list as JSON, with double quotes and commas")
         if not isinstance(listed, list) or list_of(listed, str) != texts:
             kind = "a list of texts" if list_of(listed, str) else json_type(listed)
-            remedy = NOT_PART
-            if role == "messages":
-                remedy = (
-                    f"name another with --messages-column (found: {self.found}), or say whose "
-                    "texts a list has: --format turns (the user's), or alternating"
-                )
-            self.refuse(
-                name, f"is {kind}, not a list of {'texts' if texts else 'messages'}", remedy
+            other = "not a list of texts" if texts else "not a list of messages"
+            remedy = (
+                f"name another with --{role}-column (found: {self.found}), or say whose texts a "
+                "list has: --format turns (the user's), or alternating"
             )
+            self.refuse(name, f"is {kind}, {other}", NOT_PART if role == "history" else remedy)
         return listed
 
     def may_answer(self, name: str) -> bool:
@@ -447,9 +443,9 @@ class Row:
         said = as_list(said) if name == "chosen" else said  # may be a transcript
         said = from_json(said) if name == "responses" else said
         several = list_of(said, str) or (name == "responses" and isinstance(said, list))
-        where = f"{self.place}: the column {name!r}"
+        where, ignored = f"{self.place}: the column {name!r}", self.columns.metadata
         each = said if several else [said]
-        answers = [a for one in each for a in read_answers(one, where, self.columns.metadata)]
+        answers = [answer for one in each for answer in read_answers(one, where, ignored)]
         if len(answers) == 1:
             last = answers[0].messages[-1]
             self.unpacked = isinstance(said, str) and last["content"] != said
@@ -516,9 +512,8 @@ class Row:
         if name in self.used and self.columns.answer is None:
             return None  # as the response
         value = jsonable(self.take(name, "answer"))
-        if value is None or isinstance(value, str):
-            return value
-        return json.dumps(value, ensure_ascii=False)
+        text = value is None or isinstance(value, str)
+        return value if text else json.dumps(value, ensure_ascii=False)
 
     def like(self, names: Iterable[str], usual: Sequence[str], ends: re.Pattern) -> str | None:
         """The first column that holds what somebody said, and whose name ends like one that is
@@ -544,36 +539,30 @@ class Row:
         unread = [n for n in self.left if not is_said(self.known.get(n), texts)]
         usual = () if texts else (*_NAMES["response"], "answer")
         name = self.like(unread, usual, _LIKE_RESPONSE)
-        if name and not texts:
-            raise UserError(
-                f"{self.place}: no response, and the column {name!r} may be one",
-                f"say --response-column {name}; or, if the model is to write the response, "
-                f"{METADATA} {name} (for a gold answer: --answer-column {name})",
+        if name and not (texts and self.columns.response):
+            read, also = self.roles.get("response"), f"the column {name!r} may be one"
+            problem, say = f"no response, and {also}", f"say --response-column {name}"
+            if texts:
+                there = read or self.roles.get("messages")
+                problem = f"the response is read from {there!r}, and {also}, too"
+                say = f"{say} or --response-column {read}" if read else "leave out one of them"
+            remedy = (
+                f"{say}; or {METADATA} {name} if it is none (for a gold answer: --answer-column)"
             )
-        if name and self.columns.response is None:
-            read = self.roles.get("response")
-            meant = f"say --response-column {read} or --response-column {name}"
-            raise UserError(
-                f"{self.place}: the response is read from {read or self.roles.get('messages')!r}, "
-                f"and the column {name!r} may be one, too",
-                f"{meant if read else 'leave out one of them'}, or {METADATA} {name} if it is none",
-            )
-        known = {name for role in _CHANGING for name in _NAMES[role]}
-        for name in (n for n in self.left if n in self.known and n not in known):
-            value, plain = from_json(self.known[name]), re.sub(r"[\s-]", "_", name.lower())
-            for role, what in _CHANGING.items():
-                near = get_close_matches(plain, map(str.lower, _NAMES[role]), 1, _NEAR)
+            raise UserError(f"{self.place}: {problem}", remedy)
+        changing = {name: role for role in _CHANGING for name in _NAMES[role]}
+        for name in self.left:
+            value, plain = from_json(self.known.get(name)), re.sub(r"[\s-]", "_", name.lower())
+            for near in get_close_matches(plain, [*changing], len(changing), _NEAR):
+                role = changing[near]
                 flag = hasattr(self.columns, role)  # else a list or an object is looked for
                 fits = isinstance(value, list | dict)
                 if flag:  # one word is an id or a setting, not what somebody says
                     fits = isinstance(value, str) and len(value.split()) > 1
-                if near and fits and not self.used.intersection(_NAMES[role]):
-                    say = f"say --{role}-column {name}" if flag else f"call it {near[0]}"
-                    self.refuse(
-                        name,
-                        f"may be {what}, but isn't called so",
-                        f"{say}; or {METADATA} {name} if it is something else",
-                    )
+                if fits and name not in changing and not self.used.intersection(_NAMES[role]):
+                    say = f"say --{role}-column {name}" if flag else f"call it {near}"
+                    remedy = f"{say}; or {METADATA} {name} if it is something else"
+                    self.refuse(name, f"may be {_CHANGING[role]}, but isn't called so", remedy)
 
     def rest(self) -> tuple[list[str], dict]:
         """The columns with something that nothing has used, and all that as metadata."""
