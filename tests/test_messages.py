@@ -232,7 +232,7 @@ REFUSED = [  # a row, and what is said of it
     ({"messages": [ASK, CALL | {"tool_calls": ["tide"]}]}, "has a tool call without a name"),
     ({"messages": [ASK, CALL | {"tool_calls": "tide"}]}, "has a tool call without a name"),
     ({"messages": [ASK, THOUGHT | {"reasoning": "No."}]}, "message 2 has two thoughts that differ"),
-    ({"messages": [ASK, CARP | {"thinking": [1]}]}, "message 2 has a thought that is no text"),
+    ({"messages": [ASK, CARP | {"thinking": [1]}]}, "differ, or one that is no text"),
     ({"messages": [ASK, CALL]}, "message 2 calls a tool, and no result follows"),
     ({"messages": [ASK, CALL, *said("And?")]}, "message 2 calls a tool, and no result follows"),
     ({"messages": str([ASK])}, "the column 'messages' is not JSON (Expecting property name"),

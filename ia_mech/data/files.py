@@ -19,11 +19,12 @@ from typing import Any
 from ia_mech.cli import refuse_missing
 from ia_mech.data.values import jsonable, list_of
 from ia_mech.errors import UserError
+from ia_mech.run.integrity import replace_file
 from ia_mech.untrusted import parse_json
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv")  # of files with rows
 KINDS = f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
-_PACKED = (".gz", ".bz2", ".zst")
+_PACKED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 _SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 _WRAPPERS = ("data", "rows", "examples", "instances", "samples", *_SPLITS)  # of a list of rows
 AS_JSON = "write one JSON object per line, in UTF-8 (.json may also hold one array)"
@@ -57,9 +58,21 @@ def rows_of(path: Path) -> Rows:
 
         stored = load_from_disk(str(path))
         return partial(numbered, stored, path.name), partial(len, stored)
-    each = [_file(file) for file in _shards(path)]
-    counts = [count for _, count in each]
-    return lambda: chain.from_iterable(read() for read, _ in each), lambda: sum(n() for n in counts)
+    shards = _shards(path)
+    readers = {".json": _json_rows, ".csv": _csv_rows, ".tsv": _csv_rows, ".parquet": _parquet_rows}
+    read = readers.get(form := str(kind(shards[0])), lines_of)
+
+    def rows() -> Iterator[tuple[str, Any]]:
+        return chain.from_iterable(map(read, shards))
+
+    def count() -> int:
+        if form != ".parquet":
+            return sum(1 for _ in rows())  # they are quickly passed over
+        import pyarrow.parquet as pq
+
+        return sum(pq.read_metadata(shard).num_rows for shard in shards)
+
+    return rows, count
 
 
 def saved(rows: Any, folder: Path) -> Path:
@@ -87,9 +100,7 @@ def saved(rows: Any, folder: Path) -> Path:
     path = folder / f"rows-{hashlib.sha256(content).hexdigest()[:16]}.jsonl"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}")
-        part.write_bytes(content)
-        part.replace(path)
+        replace_file(path, lambda scratch: scratch.write_bytes(content))
     return path
 
 
@@ -101,6 +112,11 @@ def _refuse_twice(names: list, what: str) -> None:
 def _shards(path: Path) -> list[Path]:
     """The file, or the files of a folder."""
     if not path.is_dir():
+        if kind(path) is None:
+            raise UserError(
+                f"{path} is not a {KINDS} file, nor one of these with {' or '.join(_PACKED)}",
+                "convert it to one of these",
+            )
         return [path]
     if (path / "run.json").is_file():
         raise UserError(f"{path} is a run, not a dataset", "give the file that it was made of")
@@ -120,28 +136,13 @@ def _shards(path: Path) -> list[Path]:
     return files
 
 
-def _file(path: Path) -> tuple[Reader, Callable[[], int]]:
-    form = kind(path)
-    if form is None:
-        raise UserError(
-            f"{path} is not a {KINDS} file, nor one of these with {' or '.join(_PACKED)}",
-            "convert it to one of these",
-        )
-    readers = {".json": _json_rows, ".csv": _csv_rows, ".tsv": _csv_rows, ".parquet": _parquet_rows}
-    read: Reader = partial(readers.get(form, lines_of), path)
-    if form == ".parquet":
-        import pyarrow.parquet as pq
-
-        return read, lambda: pq.read_metadata(path).num_rows
-    return read, lambda: sum(1 for _ in read())  # rows that are quickly passed over
-
-
 def _lines(path: Path) -> Iterator[bytes]:
     import pyarrow as pa
 
     try:
-        with pa.input_stream(str(path)) as file:  # which unpacks by the suffix
-            yield from io.BufferedReader(file, 1 << 20)
+        with path.open("rb") as file:
+            unpacked = pa.input_stream(file, _PACKED.get(path.suffix))
+            yield from io.BufferedReader(unpacked, 1 << 18)
     except OSError as error:
         if error.errno is not None:
             raise  # the machine's fault, not the file's

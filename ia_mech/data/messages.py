@@ -1,9 +1,7 @@
 """The messages of a data row, in any of the usual spellings, as chat templates take them.
 
-A message is a dict with ``role`` (system, user, assistant or tool) and ``content`` (text). An
-assistant's may have ``reasoning_content`` (text) and ``tool_calls``, a tool's ``tool_call_id``, any
-``name``, and the first message may have the schemas of ``tools``. What else would change the
-conversation (images, documents) is refused by name. Other fields (times, languages, flags) are left
+A message is a dict as ``Conversation.messages`` has it. What would change the conversation and
+isn't read (images, documents) is refused by name. Other fields (times, languages, flags) are left
 out; null ones are gaps.
 
 Contents of another type than text and unknown roles are kept for the check of the whole
@@ -148,7 +146,7 @@ def read_tools(value: Any, place: str) -> list[dict]:
         UserError: they are none.
     """
     problem = f"{place}: the tools are not a list of objects with names"
-    remedy = f"write their schemas as JSON, or name the column with {METADATA} if it has none"
+    remedy = f"write their schemas as JSON, or name the column with {METADATA} if there were none"
     named = [function for _, function in _functions(value, problem, remedy)]
     plain = ({k: v for k, v in function.items() if k != "type"} for function in named)
     return [{"type": "function", "function": jsonable(function)} for function in plain]
@@ -212,7 +210,10 @@ def _message(given: dict, place: str) -> Message:
         made["content"], thought = _joined(content, place)
         thoughts += thought
     if thoughts := [one for one in thoughts if not is_gap(one)]:
-        made["reasoning_content"] = _thought(thoughts, place)
+        if not list_of(thoughts, str) or len({*thoughts}) > 1:
+            problem = "two thoughts that differ, or one that is no text"
+            raise UserError(f"{place} has {problem}", "keep one, as text, in reasoning_content")
+        made["reasoning_content"] = thoughts[0]
     if called := [call for value in calls if not is_gap(value) for call in _calls(value, place)]:
         made["tool_calls"] = called
     if made.keys() & {*PARTS}:
@@ -249,14 +250,6 @@ def _joined(parts: list, place: str) -> tuple[str, list]:
                 "leave the row out (--skip-unusable), or write what the part says as text",
             )
     return "\n".join(map(str, texts)), thoughts
-
-
-def _thought(thoughts: list, place: str) -> str:
-    first, *others = dict.fromkeys(map(str, thoughts))
-    if others or not isinstance(thoughts[0], str):
-        problem = "two thoughts that differ" if others else "a thought that is no text"
-        raise UserError(f"{place} has {problem}", "keep one, as text, in reasoning_content")
-    return first
 
 
 def _calls(value: Any, place: str) -> list[dict]:
