@@ -326,11 +326,12 @@ def test_a_name_that_nothing_in_the_data_has_is_no_metadata(tmp_path):
             read(tmp_path, *rows, metadata=("time", wrong))
 
 
-def test_lists_of_texts_are_what_the_format_says(tmp_path):
-    row = {"data": ["Name a fish.", "A carp.", "Another?"]}
-    (only,) = read(tmp_path, row, messages="data", format="alternating")
+@pytest.mark.parametrize("name", ["data", "prompt"])
+def test_lists_of_texts_are_what_the_format_says(tmp_path, name):
+    row = {name: ["Name a fish.", "A carp.", "Another?"]}
+    (only,) = read(tmp_path, row, messages=name, format="alternating")
     assert list(only.messages) == [ASK, CARP] and only.real_follow_up == "Another?"
-    (only,) = read(tmp_path, row, messages="data", format="turns")
+    (only,) = read(tmp_path, row, messages=name, format="turns")
     assert list(only.messages) == [ASK] and only.real_follow_up == "A carp."
 
 

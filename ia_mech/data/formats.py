@@ -176,7 +176,8 @@ def _read(cells: "Row", shape: str) -> list[dict[str, Any]]:
             who = ("user", "assistant")
             listed = [{"role": who[i % 2], "content": text} for i, text in enumerate(listed)]
         messages = read_messages(listed, cells.place, cells.columns.metadata)
-        asked = len(messages) if name in _NAMES["query"] else 1  # a prompt is never cut
+        if name in _NAMES["query"] and not texts:
+            asked = len(messages)  # a prompt is never cut
         what = "a list of user turns" if turns else "a list of messages"
         cells.refuse_beside(("context", "passage", *_NAMES["history"]), what)
     answers, gold = _answers(cells, shape, messages)
@@ -469,7 +470,8 @@ class Row:
         """Whether the row itself says what the user said next, so that its messages are the
         context, and what that is. A column that nobody named counts only if it holds text."""
         usual = [n for n in _NAMES["followup"] if isinstance(self.known.get(n), str)]
-        name = _OWN[-1] if self.own else self.name("followup", () if turns else usual)
+        own = self.own and not turns
+        name = _OWN[-1] if own else self.name("followup", () if turns else usual)
         if name is None:
             return bool(turns), (*turns[1:], None)[0]
         return True, self.take(name, "followup")
