@@ -148,6 +148,9 @@ READ = {  # a row, and the messages that it has
     "chosen, the query repeated": (
         {"prompt": "Name a fish.", "chosen": [BRIEF, ASK, CARP]}, [BRIEF, ASK, CARP]
     ),
+    "several answers to a dialogue": (
+        {"messages": [ASK, CARP, ASK], "outputs": ["A carp.", "A pike."]}, [ASK, CARP, ASK, CARP]
+    ),
     "chosen alone": ({"chosen": [ASK, CARP], "rejected": [ASK]}, [ASK, CARP]),
     "input and output": ({"input": [ASK], "output": "A carp."}, [ASK, CARP]),
     "the same response twice": ({"messages": [ASK, CARP], "response": "A carp."}, [ASK, CARP]),
