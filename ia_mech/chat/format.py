@@ -68,7 +68,7 @@ class ChatFormat:
     """What a tokenizer's template says about user turns, derived and verified.
 
     Args:
-        tokenizer: a fast tokenizer (offsets into the text are needed) with a chat template.
+        tokenizer: a fast tokenizer: offsets into the text are needed.
         system: a system message for every conversation that has none; None leaves it to the
             template, which may insert one of its own.
         thinking: ``template`` renders the assistant turn as the template does once a user turn
@@ -79,9 +79,10 @@ class ChatFormat:
         opening: words that every user turn is made to begin with. They end the context and are no
             part of the turn, which then begins with a space, or ends at once.
         options: variables that the template is always given, such as ``enable_thinking``.
+        template: a chat template in place of the tokenizer's own.
 
     Attributes:
-        template: the tokenizer's chat template at this date, with these options.
+        template: the chat template at this date, with these options.
         thoughts: what the template does with thoughts.
         header_text, header_ids: the user header.
         tail_text, tail_ids: all that stands between a response and the user turn.
@@ -109,6 +110,7 @@ class ChatFormat:
         eos_ids: Sequence[int] = (),
         opening: str | None = None,
         options: Mapping[str, Any] | None = None,
+        template: str | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.system = system
@@ -123,7 +125,7 @@ class ChatFormat:
             i for i, token in tokenizer.added_tokens_decoder.items() if token.content.strip()
         } | set(tokenizer.all_special_ids)
         try:
-            self.template = ChatTemplate(tokenizer, date, options)
+            self.template = ChatTemplate(tokenizer, date, options, template)
             self._derive(eos_ids)
             self._derive_thoughts()
             if opening is not None:

@@ -49,19 +49,23 @@ class Joints:
 
 
 class ChatTemplate:
-    """A tokenizer's chat template (``source``) at a fixed date, with fixed options: variables that
-    every rendering is given, such as ``enable_thinking``.
+    """A chat template at a fixed date, with fixed options: variables that every rendering is given,
+    such as ``enable_thinking``. It is the one whose text is ``source``, or else the tokenizer's.
 
     Raises:
-        UserError: the tokenizer has no template, or gives no offsets into the text (fast tokenizers
-            do); or the template never reads an option.
+        UserError: there is no template, or the tokenizer gives no offsets into the text (fast
+            tokenizers do); or the template never reads an option.
     """
 
     def __init__(
-        self, tokenizer, date: str = PINNED_DATE, options: Mapping[str, Any] | None = None
+        self,
+        tokenizer,
+        date: str = PINNED_DATE,
+        options: Mapping[str, Any] | None = None,
+        source: str | None = None,
     ) -> None:
         self.tokenizer = tokenizer
-        template = getattr(tokenizer, "chat_template", None)
+        template = source or getattr(tokenizer, "chat_template", None)
         if not template:
             raise UserError(
                 "the tokenizer has no chat template",
@@ -72,7 +76,7 @@ class ChatTemplate:
                 "the tokenizer gives no character offsets", "use the model's fast tokenizer"
             )
         try:  # of several named templates this picks the default one
-            self.source: str = tokenizer.get_chat_template()
+            self.source: str = tokenizer.get_chat_template(source)
         except ValueError as error:
             raise UserError(
                 f"none of the tokenizer's chat templates ({', '.join(template)}) is named default",
