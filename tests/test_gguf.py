@@ -313,7 +313,7 @@ def test_a_damaged_file_is_one_line(whole, tmp_path):
 
 @pytest.mark.slow
 def test_the_default_models_file_loads_as_the_same_weights(tmp_path):
-    given, ours = load(ModelSpec(name=str(embedded.gguf_file(tmp_path)))), load(ModelSpec())
+    given, ours = load(ModelSpec(name=str(embedded.downloaded(tmp_path)))), load(ModelSpec())
     assert given.weights_hash == ours.weights_hash
     ids = torch.tensor([[1, 4093, 198, 1780, 314]])
     assert torch.equal(given.model(ids).logits, ours.model(ids).logits)

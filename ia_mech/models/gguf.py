@@ -6,7 +6,6 @@ nothing, or refused by its name, before any weight is read.
 """
 
 import functools
-from collections import UserDict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from transformers.integrations import GGUF_CONFIG_MAPPING
 from transformers.integrations.gguf import (
     GGUF_CONFIG_ARCHS,
     convert_gguf_tokenizer,
-    get_gguf_config,
     get_gguf_tokenizer,
     read_gguf_metadata,
 )
@@ -65,18 +63,6 @@ COMPOSED = ("qwen2", "qwen35")  # an accent after its letter is the letter with 
 WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "tekken")
 
 
-class _Read(UserDict):
-    """Metadata that remembers which keys were asked for."""
-
-    def __init__(self, known: dict[str, Any]) -> None:
-        super().__init__(known)
-        self.asked: set[str] = set()
-
-    def __getitem__(self, key: str) -> Any:
-        self.asked.add(key)
-        return super().__getitem__(key)
-
-
 def configuration(file: Path) -> PretrainedConfig:
     """The configuration that a GGUF file describes, whole.
 
@@ -93,17 +79,16 @@ def _configuration(file: Path, _: int) -> PretrainedConfig:
     config = AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name)
     prefix = f"{architecture}."
     own = {k.removeprefix(prefix): v for k, v in metadata.items() if k.startswith(prefix)}
-    if architecture in GGUF_CONFIG_ARCHS:
-        read: Any = _Read(metadata)
-        get_gguf_config(read, tensors)
-        done = {key.removeprefix(prefix) for key in read.asked}
+    if architecture in GGUF_CONFIG_ARCHS:  # these are read whole, but for scaled positions
+        done = {key for key in own if not key.startswith("rope.scal")}
     else:
         mappings: dict[str, Any] = GGUF_CONFIG_MAPPING
         known = mappings.get(architecture.replace("-", "_")) or mappings[config.model_type]
         done = {key for key, name in known.items() if name is not None}
+    own = {key: own[key] for key in sorted(own) if key not in done - {"rope.freq_base"}}
     rope = {key: own.pop(key) for key in [*own] if key.startswith("rope.")}
-    for key in sorted(own.keys() - done):
-        _pass_on(config, key, own[key])
+    for key, value in own.items():
+        _pass_on(config, key, value)
     factors = {}
     if not FACTORS.keys().isdisjoint(tensors):
         found = (one for one in GGUFReader(file).tensors if one.name in FACTORS)
@@ -144,9 +129,9 @@ def _refusal(key: str, value: Any) -> UserError:
 
 
 def _rotate(config: PretrainedConfig, rope: dict[str, Any], factors: dict[str, Any]) -> None:
-    """Set how positions are rotated, as the keys (which are used up) and factors of a file say.
+    """Set how positions are rotated, as a file's keys and factors say; keys are used up.
 
-    Any factors are ``longrope``'s to ``transformers``, with which Llama 3's need no other name.
+    ``transformers`` takes any factors, Llama 3's too, as ``longrope``'s.
 
     Raises:
         UserError: positions are scaled in a way that isn't known here.
@@ -157,14 +142,12 @@ def _rotate(config: PretrainedConfig, rope: dict[str, Any], factors: dict[str, A
     if "rope.freq_base_swa" in rope and "sliding_attention" in config.rope_parameters:
         sliding = config.rope_parameters["sliding_attention"]
         sliding["rope_theta"] = rope.pop("rope.freq_base_swa")
-    turned = rope.get("rope.dimension_count", _width(config))
-    if "partial_rotary_factor" in full:
-        full["partial_rotary_factor"] = turned / _width(config)
-    if "partial_rotary_factor" in full or turned == _width(config):
-        rope.pop("rope.dimension_count", None)
+    if "rope.dimension_count" in rope and "partial_rotary_factor" in full:
+        full["partial_rotary_factor"] = rope.pop("rope.dimension_count") / _width(config)
+    elif rope.get("rope.dimension_count") == _width(config):
+        del rope["rope.dimension_count"]
     kind = rope.pop("rope.scaling.type", "linear")  # llama.cpp's default
-    old = rope.pop("rope.scale_linear", 0)
-    factor = rope.pop("rope.scaling.factor", 0) or old or 1.0
+    factor = rope.pop("rope.scaling.factor", 0) or rope.pop("rope.scale_linear", 0) or 1.0
     length = rope.pop("rope.scaling.original_context_length", config.max_position_embeddings)
     rope.pop("rope.scaling.finetuned", None)  # changes nothing
     if kind == "none":

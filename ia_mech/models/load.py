@@ -464,7 +464,7 @@ def _identifier(name: str, revision: str | None) -> tuple[str, str]:
     path = expanded(name).resolve()
     snapshot = re.search(r"/models--([^/]+)--([^/]+)/snapshots/([^/]+)", str(path))
     for model in embedded.MODELS.values():
-        if name.lower() in (model.name, model.original.lower()) or path.name == model.folder:
+        if name.lower() in (model.name, str(model.original).lower()) or path.name == model.folder:
             return model.name, "main"
     if snapshot:
         return f"{snapshot[1]}/{snapshot[2]}".lower(), revision or snapshot[3]
