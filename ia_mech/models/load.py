@@ -187,18 +187,15 @@ def resolve_device(device: str) -> torch.device:
     Raises UserError for a device that this machine lacks."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    named = re.fullmatch(r"cpu|cuda(?::([0-9]+))?", device)
-    if named is None:
+    if not re.fullmatch(r"cpu|cuda(:[0-9]+)?", device):
         raise UserError(f"--device {device!r} is not a device", "use auto, cpu, cuda or cuda:N")
-    kind, index = device.partition(":")[0], named[1]
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise UserError("no CUDA device is available here", "use --device cpu")
-    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+    made, count = torch.device(device), torch.cuda.device_count()
+    if made.type == "cuda" and (made.index or 0) >= count:
         raise UserError(
-            f"--device {device}: this machine has {torch.cuda.device_count()} CUDA device(s)",
-            "name one of cuda:0 …",
+            f"--device {device}: this machine has {count} CUDA device(s)",
+            "use --device cpu" if not count else "name one of cuda:0 …",
         )
-    return torch.device(device)
+    return made
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
@@ -289,14 +286,21 @@ def _load(spec: ModelSpec) -> Subject:
         UserError: unknown model or device, a model that isn't a causal language model, a checkpoint
             that lacks weights, a device with too little memory, or an adapter that can't be merged.
     """
-    _refuse_other_defaults()
+    if torch.get_default_dtype() != torch.float32:
+        raise UserError(
+            f"torch's default dtype is {torch.get_default_dtype()}",
+            "call torch.set_default_dtype(torch.float32) before; dtype= is of the model alone",
+        )
+    if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
+        raise UserError("torch.autocast is on", "leave the with block; give the model's dtype=")
     device = resolve_device(spec.device)
     dtype = resolve_dtype(spec.dtype, device)
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     place, kwargs = _locate(spec)
     tokenizer, config, _ = _files(spec, place, kwargs)
-    options: dict[str, Any] = dequantization(spec.name, config)
+    options = {"config": config, "dtype": dtype, "output_loading_info": True}
+    options |= dequantization(spec.name, config)
     if spec.device_map or device.type != "cpu":  # read straight to the device
         options["device_map"] = spec.device_map or {"": str(device)}
     if spec.attention != "auto":
@@ -306,16 +310,7 @@ def _load(spec: ModelSpec) -> Subject:
     if kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
         auto = AutoModelForImageTextToText
     with _errors_in_one_line(spec):
-        # With output_loading_info, from_pretrained returns a pair, which its annotation leaves out.
-        loaded: Any = auto.from_pretrained(
-            place,
-            config=config,
-            dtype=dtype,
-            output_loading_info=True,
-            **options,
-            **kwargs,
-        )
-        model, report = loaded
+        model, report = auto.from_pretrained(place, **options, **kwargs)
         model = model.eval().requires_grad_(False)
     if model.device.type == "meta":
         raise UserError(
@@ -328,26 +323,12 @@ def _load(spec: ModelSpec) -> Subject:
             "give a checkpoint of a whole causal language model",
         )
     if unused := sorted(report["unexpected_keys"]):
-        print(
-            f"note: weights of {spec.name} are not used ({len(unused)}, such as {unused[0]})",
-            file=sys.stderr,
-        )
+        _note(f"weights of {spec.name} are not used ({len(unused)}, such as {unused[0]})")
     if spec.adapter is not None:
         model = _merge_adapter(spec, model)
     if spec.random_blocks is not None:
         permute_blocks(model, spec.random_blocks)
     return Subject(spec, model, tokenizer, weights_hash(model))
-
-
-def _refuse_other_defaults() -> None:
-    """Raise UserError where torch is told to compute in another precision than asked for here."""
-    if torch.get_default_dtype() != torch.float32:
-        raise UserError(
-            f"torch's default dtype is {torch.get_default_dtype()}",
-            "call torch.set_default_dtype(torch.float32) before; dtype= is of the model alone",
-        )
-    if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
-        raise UserError("torch.autocast is on", "leave the with block; give the model's dtype=")
 
 
 @torch.no_grad()
@@ -427,22 +408,21 @@ def recall(settings: Mapping[str, Any], weights_hash: str) -> ModelSpec:
     folder's name; :func:`remember` has noted the whole path under the hash of the weights. Where
     no folder of that name is left, it is another folder that was noted."""
     known = {f.name: settings[f.name] for f in fields(ModelSpec) if f.name in settings}
-    spec = ModelSpec(**{**known, "name": settings["model"]})
+    known["name"] = settings["model"]
     notes = sorted(_places(weights_hash).glob("*"), key=lambda note: note.stat().st_mtime_ns)
     places = [note.read_text() for note in reversed(notes)]  # the last used folder first
+    there = [one for one in places if Path(one).exists()]
     for field in ("name", "adapter"):
-        recorded = getattr(spec, field)
+        recorded = known.get(field)
         if recorded is None or recorded in embedded.MODELS:
             continue
-        there = [one for one in places if Path(one).exists()]
         # A hub's author/model isn't the local folder of that name.
         named = [one for one in there if one.endswith(f"/{recorded}")]
-        if "/" not in recorded and spec.revision is None:  # of the same weights: it was renamed
+        if "/" not in recorded and known.get("revision") is None:  # of the same weights: renamed
             adapts = field == "adapter"
             named += [one for one in there if (Path(one) / ADAPTER).is_file() == adapts]
-        if named:
-            spec = replace(spec, **cast(dict[str, Any], {field: named[0]}))
-    return spec
+        known[field] = (named or [recorded])[0]
+    return ModelSpec(**known)
 
 
 def _places(weights_hash: str) -> Path:
@@ -567,15 +547,9 @@ def _errors_in_one_line(spec: ModelSpec) -> Iterator[None]:
     except Exception as error:  # transformers, safetensors, gguf and the hub raise their own
         if isinstance(error, UserError) or (exhaustion(error) and not is_out_of_memory(error)):
             raise
-        if is_out_of_memory(error):
-            raise UserError(
-                f"model {spec.name!r} doesn't fit into the memory of the device",
-                "use --dtype bfloat16, a smaller model, or another --device",
-            ) from error
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(
-            f"model {spec.name!r} could not be loaded ({reason[:200]})", _remedy(spec, str(error))
-        ) from error
+        problem = f"model {spec.name!r} could not be loaded ({reason[:200]})"
+        raise UserError(problem, _remedy(spec, error)) from error
     finally:
         logger.handlers, logger.propagate = before
         logger.setLevel(level)
@@ -587,14 +561,16 @@ def _errors_in_one_line(spec: ModelSpec) -> Iterator[None]:
             _note(f"transformers says of {spec.name}: {text[:200]}")
 
 
-def _remedy(spec: ModelSpec, reason: str) -> str:
+def _remedy(spec: ModelSpec, error: Exception) -> str:
+    if is_out_of_memory(error):
+        return "use --dtype bfloat16, a smaller model, or another --device"
     path = expanded(spec.name)
     for file in [path] if path.is_file() else path.glob("*"):
         if file.is_file() and file.stat().st_size < 1000 and file.read_bytes().startswith(LFS):
             return f"{file} is a git-lfs pointer: fetch the files, with git lfs pull in that folder"
     if (path / ADAPTER).is_file() and not (path / "config.json").is_file():
         return f"it is an adapter: give --adapter {path}, and its base model to --model"
-    if "trust_remote_code" in reason and not spec.trust_remote_code:
+    if "trust_remote_code" in str(error) and not spec.trust_remote_code:
         return "if you trust its code: --trust-remote-code (trust_remote_code=True)"
     attention = "leave out --attention, or " if spec.attention != "auto" else ""
     if spec.name in embedded.MODELS:
