@@ -10,11 +10,9 @@ one observation: a template ends a turn even where no turn follows. A special to
 response if the template also writes it after a last turn, or never writes it before the first user
 turn. The header begins with the first other token that isn't white space.
 
-A new template family needs no registration. Add its template and special tokens to
-``tests/families.py``, and what has to be found in it to ``FOUND`` in ``tests/test_chat.py``. Where
-the derivation is wrong, change the general rule in :class:`ChatFormat`, never a case for one
-family. What a template can't express is a ``UserError``, and a position that it lacks is None:
-neither is guessed.
+A new template family needs no registration but in ``tests/families.py``. Where the derivation is
+wrong, change the general rule in :class:`ChatFormat`, never a case for one family. What a template
+can't express is a ``UserError``, and a position that it lacks is None: neither is guessed.
 """
 
 import json
@@ -30,6 +28,11 @@ from ia_mech.errors import UserError
 
 # First tokens of many kinds: the header's ids must not depend on how the user turn begins.
 _PROBES = (MARK, "7 apples", "(why?)", "éclair", '"Yes"', "the", "😀", "日本")
+# What ``run.json`` records of a chat format as it is.
+RECORDED = (
+    *("options", "system", "thinking", "date", "opening", "opening_ids", "header_text"),
+    *("header_ids", "tail_text", "tail_ids", "turn_end_id", "closing_id"),
+)
 
 
 @dataclass(frozen=True)
@@ -302,7 +305,8 @@ class ChatFormat:
         turns = self._turns(messages)
         last = len(turns) - 1
         dialogue = [*turns, message("user", MARK)] if self.thinking == "template" else turns
-        shown = (_last_query(turns), *range(last, len(dialogue)))
+        asked = max(i for i, turn in enumerate(turns) if turn["role"] == "user")
+        shown = (asked, *range(last, len(dialogue)))
         whole, (query, response, *user) = self.template.spans(dialogue, *shown)
         text = whole[: response[1]] + self.tail_text
         if user and whole[: user[0][0]] != text + self._lead:
@@ -438,23 +442,12 @@ class ChatFormat:
 
     def describe(self) -> dict:
         """What ``run.json`` records of the chat format."""
-        decode = self.template.token
+        token = self.template.token
         return {
             "template": self.template.source,
-            "options": self.options,
-            "system": self.system,
-            "thinking": self.thinking,
-            "date": self.date,
-            "opening": self.opening,
-            "opening_ids": self.opening_ids,
-            "header_text": self.header_text,
-            "header_ids": self.header_ids,
-            "tail_text": self.tail_text,
-            "tail_ids": self.tail_ids,
-            "turn_end_id": self.turn_end_id,
-            "closing_id": self.closing_id,
-            "stop_ids": {str(i): decode(i) for i in self.stop_ids},
-            "response_stop_ids": {str(i): decode(i) for i in self.response_stop_ids},
+            **{name: getattr(self, name) for name in RECORDED},
+            "stop_ids": {str(i): token(i) for i in self.stop_ids},
+            "response_stop_ids": {str(i): token(i) for i in self.response_stop_ids},
         }
 
     # -- rendering ----------------------------------------------------------------------------
@@ -506,10 +499,6 @@ class ChatFormat:
 def _without_stop(ids: Sequence[int], stop_ids: Sequence[int]) -> list[int]:
     ids = list(ids)
     return ids[:-1] if ids and ids[-1] in stop_ids else ids
-
-
-def _last_query(turns: Sequence[Message]) -> int:
-    return max(i for i, turn in enumerate(turns) if turn["role"] == "user")
 
 
 def _tokens_from(

@@ -65,12 +65,6 @@ class ChatTemplate:
         source: str | None = None,
     ) -> None:
         self.tokenizer = tokenizer
-        template = source or getattr(tokenizer, "chat_template", None)
-        if not template:
-            raise UserError(
-                "the tokenizer has no chat template",
-                "give one (--chat-template, chat_template=), or use an instruct model",
-            )
         if not getattr(tokenizer, "is_fast", False):
             raise UserError(
                 "the tokenizer gives no character offsets", "use the model's fast tokenizer"
@@ -79,8 +73,8 @@ class ChatTemplate:
             self.source: str = tokenizer.get_chat_template(source)
         except ValueError as error:
             raise UserError(
-                f"none of the tokenizer's chat templates ({', '.join(template)}) is named default",
-                "set tokenizer.chat_template to the one that chat uses",
+                "the tokenizer has no chat template, or none that is named default",
+                "give one (--chat-template, chat_template=), or use an instruct model",
             ) from error
         self._date, self._given = date, {"documents": None, **(options or {})}
         for name in options or {}:
@@ -117,9 +111,6 @@ class ChatTemplate:
             ) from error
 
     def _refuse_option(self, name: str) -> None:
-        if name in (*GIVEN, *DATES) or name.endswith("_token"):
-            remedy = "use --date for dates" if name in DATES else "leave it out"
-            raise UserError(f"--template-option {name}: this variable is no option", remedy)
         # This includes variables that the template may set before it reads them.
         try:
             found = meta.find_undeclared_variables(_environment().parse(self.source))
@@ -127,9 +118,10 @@ class ChatTemplate:
             return
         read = {one for one in found if one not in (*GIVEN, *DATES) and not one.endswith("_token")}
         if name not in read:
+            remedy = f"give one of {', '.join(sorted(read))}" if read else "leave it out"
             raise UserError(
-                f"--template-option {name}: the chat template reads no such variable",
-                f"give one of {', '.join(sorted(read))}" if read else "leave it out",
+                f"--template-option {name}: the chat template reads no such option",
+                "use --date for dates" if name in DATES else remedy,
             )
 
     def joints(self) -> Joints:
