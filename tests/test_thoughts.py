@@ -271,7 +271,7 @@ def test_options_reach_every_rendering():
     ],
 )
 def test_what_a_template_never_reads_is_refused(name, problem):
-    with pytest.raises(UserError, match=f"{name}: the chat template reads no such option; {problem}"):
+    with pytest.raises(UserError, match=f"{name}: .* reads no such option; {problem}"):
         chat("qwen3", options={name: True})
     with pytest.raises(UserError, match="reads no such option; leave it out"):
         ChatFormat(families.build("zephyr_text"), options={"enable_thinking": True})

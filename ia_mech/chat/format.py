@@ -332,9 +332,7 @@ class ChatFormat:
             positions["turn_end"] = tail + self._turn_end
             if self._separator is not None:
                 positions["turn_separator"] = tail + self._separator
-        header = len(ids) - len(self.header_ids)
-        for index, name in enumerate(self.header_names):
-            positions[name] = header + index
+        positions |= zip(self.header_names, range(len(ids))[-len(self.header_ids) :], strict=True)
         if self.opening_ids:
             text, ids = f"{text}{self._lead}{self.opening}", [*ids, *self.opening_ids]
             self._refuse_merged(f"{text} {MARK}", ids)
@@ -351,12 +349,10 @@ class ChatFormat:
         """Token ids of a conversation that ends with a query, with the assistant's turn opened.
 
         Raises:
-            UserError: the template refuses the conversation, or its text holds a mark that
-                structures turns.
+            UserError: as :meth:`context`.
         """
-        return self.template.encode(
-            self.template.render(self._turns(messages), add_generation_prompt=True)
-        )[0]
+        text = self.template.render(self._turns(messages), add_generation_prompt=True)
+        return self.template.encode(text)[0]
 
     def turn_ids(self, messages: Sequence[Message], context: ChatContext, turn: str) -> TurnIds:
         """Token ids of a user turn as it is tokenized in the dialogue, without the opening that the
@@ -384,9 +380,7 @@ class ChatFormat:
 
     def bare_header(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of the open user header with no turn before it, and no opening after it.
-
-        What the template itself writes there stays (begin of text, system message), and so does a
-        system message of the conversation.
+        System messages stay, the template's or the conversation's, and what begins a text.
 
         Raises:
             UserError: the template refuses a first user turn, or opens it differently from later
@@ -406,11 +400,8 @@ class ChatFormat:
         return ids
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of a sampled turn, with special tokens, without the token that ended it.
-
-        It also leaves out the white space that the template writes before that token, and what
-        stands between an opening and the words after it.
-        """
+        """The text of a sampled turn, with special tokens. Left out are the token that ended it,
+        white space that the template writes before that, and what stands after an opening."""
         text = self.template.decode(_without_stop(ids, self.stop_ids))
         if ids:
             text = text.removesuffix(self._spaces.get(ids[-1], ""))

@@ -47,8 +47,7 @@ def context_and_real_follow_up(
 def _bare_header_context(chat: ChatFormat, messages: Sequence[Message]) -> ChatContext:
     ids = chat.bare_header(messages)
     positions: dict[str, int | None] = dict.fromkeys(chat.position_names)
-    start = len(ids) - len(chat.header_ids)
-    positions.update({name: start + i for i, name in enumerate(chat.header_names)})
+    positions |= zip(chat.header_names, range(len(ids))[-len(chat.header_ids) :], strict=True)
     ids = [*ids, *chat.opening_ids]
     return ChatContext(chat.template.decode(ids), ids, positions)
 

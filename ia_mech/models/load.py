@@ -4,7 +4,6 @@ import contextlib
 import functools
 import hashlib
 import importlib.util
-import inspect
 import json
 import logging.handlers
 import os
@@ -485,11 +484,6 @@ def whole_weight(module: torch.nn.Module, name: str) -> torch.Tensor:
         return weight
     with align_module_device(module, torch.device("cpu")):
         return getattr(module, name).detach()
-
-
-def accepts(model: PreTrainedModel, argument: str) -> bool:
-    """Whether the model's ``forward`` names this argument."""
-    return argument in inspect.signature(model.forward).parameters
 
 
 def _locate(spec: ModelSpec, fetch: bool = True) -> tuple[str, dict]:
