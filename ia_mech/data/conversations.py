@@ -55,7 +55,7 @@ class Conversation:
         metadata: anything else the data says; JSON values only.
         perturbation: what was changed of the source's conversation; :data:`UNPERTURBED` if nothing.
         header: which header is opened after the response, one of :data:`HEADERS`; see
-            :func:`ia_mech.chat.headers.context_of`.
+            :func:`ia_mech.chat.headers.context_and_real_follow_up`.
         response_index: which of several responses to the query this one is; None if there is one.
         finish_reason: how a response written elsewhere ended, such as ``stop`` or ``length``; None
             if the data doesn't say.
