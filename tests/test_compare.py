@@ -23,7 +23,8 @@ def test_shares_are_of_the_turns_assessed_and_of_each_source_alone():
     follow_up = pd.Series(map(BUILT_IN.follow_up, said), dtype=float)
     turns = turns.assign(source=sources_of(turns), category=said, follow_up=follow_up)
     labels = SimpleNamespace(record=lambda *_: {})
-    found = category_shares(SimpleNamespace(labelled=lambda *_, **__: turns, labels=labels), "builtin")
+    run = SimpleNamespace(labelled=lambda *_, **__: turns, labels=labels)
+    found = category_shares(run, "builtin")
     shares = found.set_index(["source", "term"])["value"]
     one, two = sources_of(contexts)
     assert shares[one, FOLLOW_UP] == pytest.approx(1 / 2)

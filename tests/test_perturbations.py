@@ -242,7 +242,8 @@ def test_the_second_time_nothing_is_sampled_and_no_model_is_loaded(
         r"16 comparisons, that takes at least 10\.",
         verdict,
     )
-    assert "\nControl: " in outcome.out and outcome.out.count("80 of 100 repetitions") == 2  # of tables
+    assert "\nControl: " in outcome.out
+    assert outcome.out.count("80 of 100 repetitions") == 2  # of tables
     assert "So few queries can't show either that turns" in outcome.out
     for named in ("no response", "first half of the response", "no conversation"):
         assert f" {named} " in outcome.out
