@@ -430,7 +430,6 @@ class Settings:
             adapter=self.adapter,
             device_map=self.device_map,
             random_blocks=self.random_blocks,
-            chat_template=self.chat_template,
         )
 
     def conversations(self) -> "ConversationSource":

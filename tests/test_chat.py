@@ -293,7 +293,7 @@ def test_of_named_templates_the_default_is_used():
     assert named.context(turns(QUERY, RESPONSE)) == chat("smollm2").context(turns(QUERY, RESPONSE))
     assert named.template.source == chat("smollm2").template.source
     no_default = changed("smollm2", {"tool_use": "no", "rag": template})
-    assert "none of the tokenizer's chat templates (tool_use, rag) is named default" in error_of(
+    assert "no chat template, or none that is named default; give one (--chat-template" in error_of(
         ChatFormat, no_default
     )
 
@@ -425,7 +425,7 @@ def test_what_no_format_can_be_derived_from_is_refused():
     apart = "doesn't mark user turns apart from assistant turns; use a template that marks"
     unmarked = ("'<|im_start|>' + m.content + '<|im_end|>\n'", "m.content + '\n'", "m.content")
     for tokenizer, problem in (
-        (families.plain(), "no chat template; give one (--chat-template, chat_template=), or use"),
+        (families.plain(), "no chat template, or none that is named default; give one (--chat-"),
         (slow, "no character offsets; use the model's fast tokenizer"),
         (families.build("no_user"), "(Unsupported role: user); use conversations that"),
         (families.build("swallows"), once),

@@ -7,7 +7,7 @@ import families
 import pytest
 
 from ia_mech.chat.format import ChatFormat
-from ia_mech.chat.headers import context_and_real_follow_up, context_of
+from ia_mech.chat.headers import context_and_real_follow_up
 from ia_mech.data.conversations import HEADERS, Conversation
 from ia_mech.errors import UserError
 
@@ -55,7 +55,7 @@ def chat_of(family: str, **options) -> ChatFormat:
 
 
 def variant(chat: ChatFormat, header: str):
-    return context_of(chat, replace(ASKED, header=header))
+    return context_and_real_follow_up(chat, replace(ASKED, header=header))[0]
 
 
 @pytest.mark.parametrize("family", ENDS)

@@ -287,7 +287,7 @@ UNUSABLE = [  # a row, column names, and what is said of it
     ),
     ({"prompt": "q", "responses": ["r", "\ud800"]}, {}, "data.jsonl line 2"),  # neither is used
     ({"n": 1, "prompt": None}, {}, "line 2: nothing is in 'prompt'"),
-    ({"messages": "hi"}, {}, "no list of messages (column 'messages' is text)"),
+    ({"messages": "hi"}, {}, "the column 'messages' is text, not a list of messages"),
     ({"messages": [3]}, {}, "message 1 is int without a role"),
     ({"messages": [{"role": ["x"], "content": "a"}]}, {}, "has the role \"['x']\""),
     ({"text": "x"}, {"format": "qa"}, "no query (found: text)"),
@@ -312,7 +312,7 @@ def test_unusable_rows_are_named_or_left_out_and_listed_on_demand(jsonl, row, co
 def test_a_column_that_is_named_like_a_response_is_asked_about(jsonl):
     """Otherwise the model would write another response in its place."""
     path = jsonl({"prompt": "q", "model_output": "r", "expected_answer": "s"})
-    assert "say --response-column model_output; or, if" in error_of(path)
+    assert "say --response-column model_output; or --metadata-columns mod" in error_of(path)
     (named,) = read(path, response="model_output")
     (unnamed,) = read(path, metadata=("model_output",))
     assert (named.response, unnamed.response) == ("r", None)
@@ -457,7 +457,7 @@ def test_rows_from_python_become_a_file_that_is_named_after_them(tmp_path):
     assert json.loads(saved(odd, tmp_path).read_text()) == {
         "prompt": "q", "a": [0, 1], "b": None, "c": "9999-12-31T23:59:59.999999"
     }  # fmt: skip
-    with pytest.raises(UserError, match="several columns of the DataFrame have one name"):
+    with pytest.raises(UserError, match="the DataFrame has several columns named 'prompt'"):
         saved(pd.concat([FRAME, FRAME], axis=1), tmp_path)
     for wrong in ([], 3, {"prompt": ["q"]}, ["q"], datasets.DatasetDict(train=split)):
         with pytest.raises(UserError, match="not rows; give a list of dicts, a pandas DataFrame"):
@@ -487,7 +487,7 @@ UNREADABLE = {
         "prompt;id\né;1\n".encode("latin-1"),
         "between cells, in UTF-8 (after row 0:",
     ),
-    "twice.csv": (b"prompt,prompt\nq,r\n", "two columns have one name"),
+    "twice.csv": (b"prompt,prompt\nq,r\n", "twice.csv has several columns named 'prompt'"),
     "bad.jsonl.gz": (b"nothing of the kind", "bad.jsonl.gz can't be unpacked"),
     "two.json": (b'{"train": [{"prompt": "q"}], "test": [{"prompt": "q"}]}', "(train, test)"),
     "latin.jsonl": ('{"prompt": "é"}'.encode("latin-1"), "line 1 is not JSON (not UTF-8"),
@@ -507,4 +507,4 @@ def test_options_that_can_not_be_are_refused(jsonl):
     path = jsonl({"prompt": "a"})
     assert "has no splits" in error_of(path, split="test")
     assert "did you mean gsm8k?" in error_of("gsm-8")
-    assert "no built-in dataset 'builtin:math'" in error_of("builtin:math")
+    assert "no dataset 'builtin:math' (did you mean builtin:maths?)" in error_of("builtin:math")

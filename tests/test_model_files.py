@@ -12,7 +12,7 @@ import torch
 from ia_mech.chat.format import ChatFormat
 from ia_mech.engine.check import check_engine
 from ia_mech.errors import UserError
-from ia_mech.models.load import ModelSpec, load, load_tokenizer_and_config
+from ia_mech.models.load import ModelSpec, load, load_files
 
 pytestmark = pytest.mark.usefixtures("loaded_anew")
 
@@ -81,10 +81,14 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
         (lambda f: (f / "model.safetensors").write_text(POINTER), "git-lfs pointer.*git lfs pull"),
         (lambda f: (f / "tokenizer.json").write_text(POINTER), "git-lfs pointer.*git lfs pull"),
         (
-            lambda f: (f / "model.safetensors.index.json").write_text(
-                json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}})
+            lambda f: (
+                (f / "model.safetensors")
+                .rename(f / "model.safetensors.index.json")
+                .write_text(
+                    json.dumps({"metadata": {}, "weight_map": {"a": "model-1.safetensors"}})
+                )
             ),
-            "lacks 1 of 2 files of weights, such as model-2.safetensors; copy",
+            r"No such file .*/model-1.safetensors\); .* a complete local directory",
         ),
         (
             lambda f: (f / "config.json").write_text(
@@ -159,7 +163,7 @@ def test_what_transformers_warns_of_is_mended_or_shown_once(checkpoint, capfd):
     rope = {"rope_type": "default", "rope_theta": 1e4, "odd": 1}
     said |= {"model_type": "mistral", "transformers_version": "4.50.0", "rope_parameters": rope}
     config.write_text(json.dumps(said))
-    tokenizer, _ = load_tokenizer_and_config(ModelSpec(name=str(checkpoint)))
+    tokenizer = load_files(ModelSpec(name=str(checkpoint))).tokenizer
     assert tokenizer.tokenize("2024") == list("2024")
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == 2 and all(line.startswith("note: ") for line in lines)

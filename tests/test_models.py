@@ -20,7 +20,7 @@ from ia_mech.models.load import (
     ModelSpec,
     context_limit,
     load,
-    load_tokenizer_and_config,
+    load_files,
     resolve_device,
     resolve_dtype,
     text_config,
@@ -66,7 +66,7 @@ def checkpoint(tiny_model_dir, tmp_path) -> Path:
         (2, "cuda:1", "cuda:1"),
         *((2, odd, "is not a device; use auto") for odd in ("gpu", "cuda:²")),
         (2, "cuda:2", "this machine has 2 CUDA device"),
-        (0, "cuda", "no CUDA device is available here; use --device cpu"),
+        (0, "cuda", "this machine has 0 CUDA device(s); use --device cpu"),
     ],
 )
 def test_a_device_is_taken_by_name_or_refused(cuda, count, requested, expected):
@@ -107,7 +107,7 @@ def test_a_directory_is_loaded_for_inference(tiny_model_dir, tiny_subject, capfd
 
 def test_tokenizer_and_configuration_come_without_weights(checkpoint):
     (checkpoint / "model.safetensors").unlink()
-    tokenizer, config = load_tokenizer_and_config(ModelSpec(name=str(checkpoint)))
+    tokenizer, config, _ = load_files(ModelSpec(name=str(checkpoint)))
     assert tokenizer.chat_template and context_limit(config) == 4096
     assert text_config(config) is config
 
@@ -176,7 +176,7 @@ def requested(monkeypatch) -> list[tuple[str, dict]]:
     return calls
 
 
-@pytest.mark.parametrize("function", [load, load_tokenizer_and_config])
+@pytest.mark.parametrize("function", [load, load_files])
 def test_a_hub_model_is_requested_by_its_revision_and_code_of_its_own_only_if_trusted(
     requested, function
 ):
@@ -187,7 +187,7 @@ def test_a_hub_model_is_requested_by_its_revision_and_code_of_its_own_only_if_tr
         assert "'org/name' could not be loaded (nothing there); name " in refusal(function, spec)
         # Tests may not reach the hub; with it out of reach only the local cache is looked into.
         kwargs = {"revision": revision, "local_files_only": True}
-        wanted = kwargs | {"trust_remote_code": spec.trust_remote_code}
+        wanted = kwargs | {"trust_remote_code": spec.trust_remote_code, "fix_mistral_regex": True}
         assert requested.pop() == ("org/name", wanted) and not requested
 
 
@@ -263,7 +263,7 @@ def test_what_can_not_be_run_is_one_line(tiny_model_dir, tiny_subject, monkeypat
 
     monkeypatch.setattr(models.AutoModelForCausalLM, "from_pretrained", full)
     text = refusal(load, ModelSpec(name=tiny_model_dir, device="cpu"))
-    assert "doesn't fit into the memory of the device; use --dtype bfloat16" in text
+    assert "could not be loaded (CUDA out of memory" in text and "; use --dtype bfloat16" in text
 
 
 @pytest.mark.parametrize("kind", ["fp8", "bitsandbytes"])

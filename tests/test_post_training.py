@@ -214,7 +214,7 @@ def test_what_cant_be_trained_on_is_refused(spoken, tiny_model_dir, tmp_path, ca
 def test_an_adapter_is_refused_unless_it_is_of_the_model(tiny_model_dir, tmp_path, monkeypatch):
     def check(problem: str) -> None:
         with pytest.raises(UserError, match=problem):
-            load.load_tokenizer_and_config(ModelSpec(name=tiny_model_dir, adapter=str(tmp_path)))
+            load.load_files(ModelSpec(name=tiny_model_dir, adapter=str(tmp_path)))
 
     monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: None)
     check("--adapter needs peft")

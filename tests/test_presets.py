@@ -167,22 +167,14 @@ def raising(error: Exception):
     return call
 
 
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [
-        ("ConnectError", "the hub could not be reached: no route"),
-        ("RepositoryNotFoundError", "the hub has no such dataset, or it is private or gated"),
-    ],
-)
-def test_a_hub_that_does_not_answer_is_one_line_with_a_way_out(hub, monkeypatch, kind, said):
-    # The HTTP client's errors are known by name, as its package changes.
-    error = type(kind, (Exception,), {})("no route\nlong story")
+def test_a_hub_that_does_not_answer_is_one_line_with_a_way_out(hub, monkeypatch):
+    error = ConnectionError("no route\nlong story")
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", raising(error))
     with pytest.raises(UserError) as caught:
         open_conversations("wildchat")
-    text = str(caught.value)
-    assert text.startswith("dataset 'allenai/WildChat-1M' could not be read (") and said in text
-    assert "\n" not in text and hub.calls == []  # not even tried: its retries take long
+    said = "dataset 'allenai/WildChat-1M' could not be read (ConnectionError: no route); check the"
+    assert str(caught.value).startswith(said)
+    assert "\n" not in str(caught.value) and hub.calls == []  # not tried: its retries take long
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert open_conversations("gsm8k").description["revision"] is None
 
@@ -193,5 +185,7 @@ def test_a_stream_that_breaks_is_a_user_error(hub):
         raise OSError("connection reset\nby peer")
 
     hub.rows["openai/gsm8k"] = rows()
-    with pytest.raises(UserError, match=r"'gsm8k' could not be read \(connection reset\);"):
+    with pytest.raises(
+        UserError, match=r"'gsm8k' could not be read \(OSError: connection reset\);"
+    ):
         list(open_conversations("gsm8k"))

@@ -51,7 +51,7 @@ def no_tokenizer(monkeypatch):
         assert not fetch  # a page is made of what is on the disk
         raise UserError("no such model", "none")
 
-    monkeypatch.setattr(browsers, "load_tokenizer_and_config", absent)
+    monkeypatch.setattr(browsers, "load_files", absent)
 
 
 @pytest.fixture
@@ -368,7 +368,7 @@ def test_fields_of_the_data_with_few_values_tell_groups_apart(judged):
 def test_tokens_are_as_long_as_javascript_counts(judged, monkeypatch):
     tokens = {0: "a ", 1: "😀", 2: " b\U000e0041", 3: "<end>"}  # the last letter is a tag
     fake = SimpleNamespace(decode=lambda ids, **_: tokens.get(ids[0], "?"))
-    monkeypatch.setattr(browsers, "load_tokenizer_and_config", lambda *_, **__: (fake, None))
+    monkeypatch.setattr(browsers, "load_files", lambda *_, **__: SimpleNamespace(tokenizer=fake))
     rows = judged.generations
     rows["text"] = ["".join(tokens[n] for n in range(3)), *["a b"] * (len(rows) - 1)]
     rows["token_ids"] = [np.array([0, 1, 2, 3])] * len(rows)
@@ -384,7 +384,7 @@ def test_tokens_are_as_long_as_javascript_counts(judged, monkeypatch):
 
 def test_a_context_has_its_likeliest_first_tokens_at_temperature_1(judged, monkeypatch):
     fake = SimpleNamespace(decode=lambda ids, **_: f"<{ids[0]}>")
-    monkeypatch.setattr(browsers, "load_tokenizer_and_config", lambda *_, **__: (fake, None))
+    monkeypatch.setattr(browsers, "load_files", lambda *_, **__: SimpleNamespace(tokenizer=fake))
     for limit in (browsers.MAX_TOKENS, 40 * judged.settings["max_new_tokens"]):
         data, _ = browsers.browser([judged], ["run"], [[]], limit)
         contexts = json.loads(gzip.decompress(base64.b64decode(data)))["contexts"]

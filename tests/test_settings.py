@@ -16,6 +16,7 @@ from shell import call, refusal
 import ia_mech
 from ia_mech.collect import command
 from ia_mech.collect.command import main
+from ia_mech.collect.plan import build_chat
 from ia_mech.display import Bar
 from ia_mech.errors import UserError
 from ia_mech.models import embedded
@@ -88,7 +89,11 @@ def test_a_chat_template_is_its_text_wherever_it_was_read(tmp_path):
     shipped = (embedded.TEMPLATES / "plain.jinja").read_text()
     assert Settings(chat_template="plain").chat_template == shipped
     assert " --chat-template plain " in Settings(chat_template="plain").command(tmp_path)
-    assert Settings(chat_template="plain").model_spec.chat_template == shipped
+
+
+def test_the_settings_chat_template_is_used_whoever_loaded_the_model(tiny_subject):
+    chat = build_chat(Settings(chat_template="plain"), tiny_subject.files)
+    assert "User:" in chat.header_text and "User:" not in tiny_subject.tokenizer.chat_template
 
 
 def test_arguments_of_the_command_that_are_no_settings(made, tmp_path):

@@ -265,14 +265,13 @@ def test_options_reach_every_rendering():
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("thinking", "the chat template reads no such variable; give one of .*enable_thinking"),
-        *((name, "this variable is no option") for name in ("messages", "tools", "bos_token")),
-        ("add_generation_prompt", "this variable is no option; leave"),
-        *((name, "this variable is no option; use --date") for name in ("strftime_now", "today")),
+        ("thinking", "give one of .*enable_thinking"),
+        *((name, "give one of") for name in ("messages", "add_generation_prompt")),
+        *((name, "use --date") for name in ("strftime_now", "today")),
     ],
 )
 def test_what_a_template_never_reads_is_refused(name, problem):
-    with pytest.raises(UserError, match=f"--template-option {name}: {problem}"):
+    with pytest.raises(UserError, match=f"{name}: .* reads no such option; {problem}"):
         chat("qwen3", options={name: True})
-    with pytest.raises(UserError, match="reads no such variable; leave it out"):
+    with pytest.raises(UserError, match="reads no such option; leave it out"):
         ChatFormat(families.build("zephyr_text"), options={"enable_thinking": True})

@@ -1,14 +1,12 @@
 """Is a response right: maths, instructions of IFEval, and what can't be verified."""
 
-import json
 import time
 from pathlib import Path
 
 import math_verify
 import pytest
 
-from ia_mech.data.formats import ColumnMap
-from ia_mech.data.presets import PRESETS
+from ia_mech.data.conversations import open_conversations
 from ia_mech.rates.verify import (
     COLUMN,
     INSTRUCTIONS,
@@ -116,9 +114,8 @@ def test_an_answer_in_what_a_model_thought_is_not_stated():
     ],
 )
 def test_rows_of_public_datasets_have_their_verifier(name, verifier):
-    for line in (FIXTURES / f"{name}.jsonl").read_text().splitlines():
-        parts = PRESETS[name].parse(json.loads(line), ColumnMap(), "here")
-        assert verifier_of(parts.answer, parts.metadata, given=False) == verifier
+    for one in open_conversations(str(FIXTURES / f"{name}.jsonl")):
+        assert verifier_of(one.answer, one.metadata, given=False) == verifier
 
 
 def fails(*_, **__):

@@ -10,11 +10,9 @@ one observation: a template ends a turn even where no turn follows. A special to
 response if the template also writes it after a last turn, or never writes it before the first user
 turn. The header begins with the first other token that isn't white space.
 
-A new template family needs no registration. Add its template and special tokens to
-``tests/families.py``, and what has to be found in it to ``FOUND`` in ``tests/test_chat.py``. Where
-the derivation is wrong, change the general rule in :class:`ChatFormat`, never a case for one
-family. What a template can't express is a ``UserError``, and a position that it lacks is None:
-neither is guessed.
+A new template family needs no registration but in ``tests/families.py``. Where the derivation is
+wrong, change the general rule in :class:`ChatFormat`, never a case for one family. What a template
+can't express is a ``UserError``, and a position that it lacks is None: neither is guessed.
 """
 
 import json
@@ -30,6 +28,11 @@ from ia_mech.errors import UserError
 
 # First tokens of many kinds: the header's ids must not depend on how the user turn begins.
 _PROBES = (MARK, "7 apples", "(why?)", "éclair", '"Yes"', "the", "😀", "日本")
+# What ``run.json`` records of a chat format as it is.
+RECORDED = (
+    *("options", "system", "thinking", "date", "opening", "opening_ids", "header_text"),
+    *("header_ids", "tail_text", "tail_ids", "turn_end_id", "closing_id"),
+)
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class ChatFormat:
     """What a tokenizer's template says about user turns, derived and verified.
 
     Args:
-        tokenizer: a fast tokenizer (offsets into the text are needed) with a chat template.
+        tokenizer: a fast tokenizer: offsets into the text are needed.
         system: a system message for every conversation that has none; None leaves it to the
             template, which may insert one of its own.
         thinking: ``template`` renders the assistant turn as the template does once a user turn
@@ -79,9 +82,10 @@ class ChatFormat:
         opening: words that every user turn is made to begin with. They end the context and are no
             part of the turn, which then begins with a space, or ends at once.
         options: variables that the template is always given, such as ``enable_thinking``.
+        template: a chat template in place of the tokenizer's own.
 
     Attributes:
-        template: the tokenizer's chat template at this date, with these options.
+        template: the chat template at this date, with these options.
         thoughts: what the template does with thoughts.
         header_text, header_ids: the user header.
         tail_text, tail_ids: all that stands between a response and the user turn.
@@ -109,6 +113,7 @@ class ChatFormat:
         eos_ids: Sequence[int] = (),
         opening: str | None = None,
         options: Mapping[str, Any] | None = None,
+        template: str | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.system = system
@@ -123,7 +128,7 @@ class ChatFormat:
             i for i, token in tokenizer.added_tokens_decoder.items() if token.content.strip()
         } | set(tokenizer.all_special_ids)
         try:
-            self.template = ChatTemplate(tokenizer, date, options)
+            self.template = ChatTemplate(tokenizer, date, options, template)
             self._derive(eos_ids)
             self._derive_thoughts()
             if opening is not None:
@@ -300,7 +305,8 @@ class ChatFormat:
         turns = self._turns(messages)
         last = len(turns) - 1
         dialogue = [*turns, message("user", MARK)] if self.thinking == "template" else turns
-        shown = (_last_query(turns), *range(last, len(dialogue)))
+        asked = max(i for i, turn in enumerate(turns) if turn["role"] == "user")
+        shown = (asked, *range(last, len(dialogue)))
         whole, (query, response, *user) = self.template.spans(dialogue, *shown)
         text = whole[: response[1]] + self.tail_text
         if user and whole[: user[0][0]] != text + self._lead:
@@ -326,9 +332,7 @@ class ChatFormat:
             positions["turn_end"] = tail + self._turn_end
             if self._separator is not None:
                 positions["turn_separator"] = tail + self._separator
-        header = len(ids) - len(self.header_ids)
-        for index, name in enumerate(self.header_names):
-            positions[name] = header + index
+        positions |= zip(self.header_names, range(len(ids))[-len(self.header_ids) :], strict=True)
         if self.opening_ids:
             text, ids = f"{text}{self._lead}{self.opening}", [*ids, *self.opening_ids]
             self._refuse_merged(f"{text} {MARK}", ids)
@@ -345,12 +349,10 @@ class ChatFormat:
         """Token ids of a conversation that ends with a query, with the assistant's turn opened.
 
         Raises:
-            UserError: the template refuses the conversation, or its text holds a mark that
-                structures turns.
+            UserError: as :meth:`context`.
         """
-        return self.template.encode(
-            self.template.render(self._turns(messages), add_generation_prompt=True)
-        )[0]
+        text = self.template.render(self._turns(messages), add_generation_prompt=True)
+        return self.template.encode(text)[0]
 
     def turn_ids(self, messages: Sequence[Message], context: ChatContext, turn: str) -> TurnIds:
         """Token ids of a user turn as it is tokenized in the dialogue, without the opening that the
@@ -378,9 +380,7 @@ class ChatFormat:
 
     def bare_header(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of the open user header with no turn before it, and no opening after it.
-
-        What the template itself writes there stays (begin of text, system message), and so does a
-        system message of the conversation.
+        System messages stay, the template's or the conversation's, and what begins a text.
 
         Raises:
             UserError: the template refuses a first user turn, or opens it differently from later
@@ -400,11 +400,8 @@ class ChatFormat:
         return ids
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of a sampled turn, with special tokens, without the token that ended it.
-
-        It also leaves out the white space that the template writes before that token, and what
-        stands between an opening and the words after it.
-        """
+        """The text of a sampled turn, with special tokens. Left out are the token that ended it,
+        white space that the template writes before that, and what stands after an opening."""
         text = self.template.decode(_without_stop(ids, self.stop_ids))
         if ids:
             text = text.removesuffix(self._spaces.get(ids[-1], ""))
@@ -436,23 +433,12 @@ class ChatFormat:
 
     def describe(self) -> dict:
         """What ``run.json`` records of the chat format."""
-        decode = self.template.token
+        token = self.template.token
         return {
             "template": self.template.source,
-            "options": self.options,
-            "system": self.system,
-            "thinking": self.thinking,
-            "date": self.date,
-            "opening": self.opening,
-            "opening_ids": self.opening_ids,
-            "header_text": self.header_text,
-            "header_ids": self.header_ids,
-            "tail_text": self.tail_text,
-            "tail_ids": self.tail_ids,
-            "turn_end_id": self.turn_end_id,
-            "closing_id": self.closing_id,
-            "stop_ids": {str(i): decode(i) for i in self.stop_ids},
-            "response_stop_ids": {str(i): decode(i) for i in self.response_stop_ids},
+            **{name: getattr(self, name) for name in RECORDED},
+            "stop_ids": {str(i): token(i) for i in self.stop_ids},
+            "response_stop_ids": {str(i): token(i) for i in self.response_stop_ids},
         }
 
     # -- rendering ----------------------------------------------------------------------------
@@ -504,10 +490,6 @@ class ChatFormat:
 def _without_stop(ids: Sequence[int], stop_ids: Sequence[int]) -> list[int]:
     ids = list(ids)
     return ids[:-1] if ids and ids[-1] in stop_ids else ids
-
-
-def _last_query(turns: Sequence[Message]) -> int:
-    return max(i for i, turn in enumerate(turns) if turn["role"] == "user")
 
 
 def _tokens_from(

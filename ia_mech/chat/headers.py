@@ -13,54 +13,41 @@ from ia_mech.data.conversations import USER_HEADER, Conversation
 from ia_mech.errors import UserError
 
 
-def context_of(chat: ChatFormat, conversation: Conversation) -> ChatContext:
-    """A conversation's context, with its own kind of header, and the opening after it.
-
-    ``alone`` is the bare user header with no conversation before it (a system message stays);
-    ``assistant`` opens an assistant turn after the response; ``no_turn_end`` and
-    ``no_turn_separator`` leave out what closes the response, and what stands between that and the
-    user header.
-
-    Raises:
-        UserError: the template refuses the conversation or can't express the variant.
-    """
-    regular = chat.context(conversation.messages)
-    if conversation.header == USER_HEADER:
-        return regular
-    if conversation.header == "alone":
-        return _bare_header_context(chat, conversation.messages)
-    if conversation.header == "assistant":
-        return _assistant_header_context(chat, regular)
-    name = conversation.header.removeprefix("no_")
-    return _context_without(chat, regular, name)
-
-
 def context_and_real_follow_up(
     chat: ChatFormat, conversation: Conversation
 ) -> tuple[ChatContext, TurnIds | None]:
-    """A conversation's context, and the token ids of its real follow-up (None without one).
+    """A conversation's context with its own kind of header, and the token ids of its real follow-up
+    (None without one).
+
+    Header ``alone`` is the bare user header with no conversation before it (a system message
+    stays); ``assistant`` opens an assistant turn after the response; ``no_turn_end`` and
+    ``no_turn_separator`` leave out what closes the response, and what stands between that and the
+    user header. An opening follows each.
 
     The ids are those after the regular user header, so that all headers score the same tokens. With
     an opening there are none: the real follow-up doesn't begin with those words.
 
     Raises:
-        UserError: as :func:`context_of`; or the real follow-up merges with the header or holds a
-            mark that structures turns.
+        UserError: the template refuses the conversation or can't express the header; or the real
+            follow-up merges with the header or holds a mark that structures turns.
     """
-    context = context_of(chat, conversation)
+    messages, header = conversation.messages, conversation.header
+    regular = context = chat.context(messages)
+    if header == "alone":
+        context = _bare_header_context(chat, messages)
+    elif header == "assistant":
+        context = _assistant_header_context(chat, regular)
+    elif header != USER_HEADER:
+        context = _context_without(chat, regular, header.removeprefix("no_"))
     if conversation.real_follow_up is None or chat.opening is not None:
         return context, None
-    regular = context
-    if conversation.header != USER_HEADER:
-        regular = chat.context(conversation.messages)
-    return context, chat.turn_ids(conversation.messages, regular, conversation.real_follow_up)
+    return context, chat.turn_ids(messages, regular, conversation.real_follow_up)
 
 
 def _bare_header_context(chat: ChatFormat, messages: Sequence[Message]) -> ChatContext:
     ids = chat.bare_header(messages)
     positions: dict[str, int | None] = dict.fromkeys(chat.position_names)
-    start = len(ids) - len(chat.header_ids)
-    positions.update({name: start + i for i, name in enumerate(chat.header_names)})
+    positions |= zip(chat.header_names, range(len(ids))[-len(chat.header_ids) :], strict=True)
     ids = [*ids, *chat.opening_ids]
     return ChatContext(chat.template.decode(ids), ids, positions)
 

@@ -49,34 +49,32 @@ class Joints:
 
 
 class ChatTemplate:
-    """A tokenizer's chat template (``source``) at a fixed date, with fixed options: variables that
-    every rendering is given, such as ``enable_thinking``.
+    """A chat template at a fixed date, with fixed options: variables that every rendering is given,
+    such as ``enable_thinking``. It is the one whose text is ``source``, or else the tokenizer's.
 
     Raises:
-        UserError: the tokenizer has no template, or gives no offsets into the text (fast tokenizers
-            do); or the template never reads an option.
+        UserError: there is no template, or the tokenizer gives no offsets into the text (fast
+            tokenizers do); or the template never reads an option.
     """
 
     def __init__(
-        self, tokenizer, date: str = PINNED_DATE, options: Mapping[str, Any] | None = None
+        self,
+        tokenizer,
+        date: str = PINNED_DATE,
+        options: Mapping[str, Any] | None = None,
+        source: str | None = None,
     ) -> None:
         self.tokenizer = tokenizer
-        template = getattr(tokenizer, "chat_template", None)
-        if not template:
-            raise UserError(
-                "the tokenizer has no chat template",
-                "give one (--chat-template, chat_template=), or use an instruct model",
-            )
         if not getattr(tokenizer, "is_fast", False):
             raise UserError(
                 "the tokenizer gives no character offsets", "use the model's fast tokenizer"
             )
         try:  # of several named templates this picks the default one
-            self.source: str = tokenizer.get_chat_template()
+            self.source: str = tokenizer.get_chat_template(source)
         except ValueError as error:
             raise UserError(
-                f"none of the tokenizer's chat templates ({', '.join(template)}) is named default",
-                "set tokenizer.chat_template to the one that chat uses",
+                "the tokenizer has no chat template, or none that is named default",
+                "give one (--chat-template, chat_template=), or use an instruct model",
             ) from error
         self._date, self._given = date, {"documents": None, **(options or {})}
         for name in options or {}:
@@ -113,9 +111,6 @@ class ChatTemplate:
             ) from error
 
     def _refuse_option(self, name: str) -> None:
-        if name in (*GIVEN, *DATES) or name.endswith("_token"):
-            remedy = "use --date for dates" if name in DATES else "leave it out"
-            raise UserError(f"--template-option {name}: this variable is no option", remedy)
         # This includes variables that the template may set before it reads them.
         try:
             found = meta.find_undeclared_variables(_environment().parse(self.source))
@@ -123,9 +118,10 @@ class ChatTemplate:
             return
         read = {one for one in found if one not in (*GIVEN, *DATES) and not one.endswith("_token")}
         if name not in read:
+            remedy = f"give one of {', '.join(sorted(read))}" if read else "leave it out"
             raise UserError(
-                f"--template-option {name}: the chat template reads no such variable",
-                f"give one of {', '.join(sorted(read))}" if read else "leave it out",
+                f"--template-option {name}: the chat template reads no such option",
+                "use --date for dates" if name in DATES else remedy,
             )
 
     def joints(self) -> Joints:

@@ -101,7 +101,7 @@ class Plan:
         self.source, conversations = data or 2 * (settings.conversations(),)
         file = settings.intervention
         self.vector = None if file is None else SteeringVector.load(file)
-        files = files or load_files(settings.model_spec)
+        files = files or load_files(settings.model_spec, needs_template=not settings.chat_template)
         self.config, text = files.config, text_config(files.config)
         self.chat = build_chat(settings, files)
         refuse_unknown_ids(probe_ids(self.chat), self.config)
@@ -254,6 +254,7 @@ def build_chat(settings: Settings, files: ModelFiles) -> ChatFormat:
         [ids] if isinstance(ids, int) else ids,
         settings.opening,
         settings.template_option,
+        settings.chat_template,
     )
 
 

@@ -5,13 +5,10 @@ seen are kept, to find duplicates. The shapes of rows are in ``formats``, the pu
 ``presets``; here are the conversation itself, its checks, and the readers of files.
 """
 
-import hashlib
-import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from importlib import resources
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,8 +16,8 @@ from typing import Any
 from ia_mech.cli import did_you_mean, expanded
 from ia_mech.data import files, presets
 from ia_mech.data.files import Rows
-from ia_mech.data.formats import CORRECT, USER_HEADER, ColumnMap, ParsedRow, parse
-from ia_mech.data.messages import Answer, Message
+from ia_mech.data.formats import CORRECT, ColumnMap, parse
+from ia_mech.data.messages import Message
 from ia_mech.data.values import DEPTH, from_json, json_type, list_of
 from ia_mech.errors import UserError
 from ia_mech.run.layout import UNPERTURBED
@@ -28,7 +25,9 @@ from ia_mech.untrusted import parse_json
 
 BUILTIN = ("maths", "instructions", "open")
 STUDY = "study"  # the queries of a study, without responses
+_PARTS = {"builtin": BUILTIN} | {f"builtin:{name}": (name,) for name in (*BUILTIN, STUDY)}
 UNPERTURBED_RESPONSE = "unperturbed_response"  # in the metadata of a perturbed conversation
+USER_HEADER = "user"
 HEADERS = (USER_HEADER, "alone", "assistant", "no_turn_end", "no_turn_separator")
 ROLES = ("system", "user", "assistant", "tool")
 # By their first letters. An assistant may call tools before it answers.
@@ -56,7 +55,7 @@ class Conversation:
         metadata: anything else the data says; JSON values only.
         perturbation: what was changed of the source's conversation; :data:`UNPERTURBED` if nothing.
         header: which header is opened after the response, one of :data:`HEADERS`; see
-            :func:`ia_mech.chat.headers.context_of`.
+            :func:`ia_mech.chat.headers.context_and_real_follow_up`.
         response_index: which of several responses to the query this one is; None if there is one.
         finish_reason: how a response written elsewhere ended, such as ``stop`` or ``length``; None
             if the data doesn't say.
@@ -111,17 +110,14 @@ class Conversation:
     def to_dict(self) -> dict:
         """A JSON object that :func:`open_conversations` reads back unchanged."""
         row = asdict(self) | {"messages": [dict(m) for m in self.messages]}
-        usual: dict[str, Any] = {"perturbation": UNPERTURBED, "header": USER_HEADER}
-        usual |= {"response_index": None, "finish_reason": None}
-        for name, value in usual.items():
-            if row[name] == value:  # most conversations say nothing of it
+        for name in ("perturbation", "header", "response_index", "finish_reason"):
+            if row[name] == getattr(Conversation, name):  # most conversations say nothing of it
                 del row[name]
         return row
 
 
 def validate(conversation: Conversation, place: str) -> None:
-    """Check what every later step takes for granted; ``place``, where the row stands, opens the
-    error.
+    """Check what every later step takes for granted.
 
     Raises:
         UserError: unknown role, content that isn't text, an empty query, or turns out of order.
@@ -134,13 +130,13 @@ def validate(conversation: Conversation, place: str) -> None:
                 f"{place}: message {number} has the role {role!r}", f"use {', '.join(ROLES)}"
             )
         _check_text(content, f"{place}: message {number} ({role})")
-        thought = message.get("reasoning_content", "")
-        _check_text(thought, f"{place}: the thought of message {number}")
+        _check_text(
+            message.get("reasoning_content", ""), f"{place}: the thought of message {number}"
+        )
         if message.get("tool_calls") and (following is None or following["role"] != "tool"):
             raise UserError(
                 f"{place}: message {number} calls a tool, and no result follows",
-                "give the tool's result and the answer after it, or leave the row out "
-                "(--skip-unusable)",
+                "add it, and the answer after it; or leave the row out (--skip-unusable)",
             )
     for name in ("id", "source_id", "real_follow_up", "answer", "perturbation"):
         if (text := getattr(conversation, name)) is not None:
@@ -177,66 +173,64 @@ def _check_text(content, what: str) -> None:
         raise UserError(f"{what} has half a surrogate pair", "remove it from the text") from None
 
 
+@dataclass
 class ConversationSource:
     """A lazy stream of checked conversations; every iteration starts from the first.
 
     Attributes:
         name: of the dataset, short.
         description: what was opened, for the record of a run (JSON values).
-        skipped: with ``skip_unusable``, place and reason of each row that this iteration has left
-            out so far.
-        rest: whether the last iteration ended by ``limit``, before the last row.
-        left: columns that this iteration has kept as metadata so far.
-        roles: the columns that it has read so far, by what they were read as: fields of
-            :class:`ia_mech.data.formats.ColumnMap`.
-        cut: how many rows of this iteration go on after the real follow-up, unread.
+        count: how many rows there are; None where only reading them would tell.
+
+    What the last iteration has found so far:
+        skipped: with ``skip_unusable``, place and reason of each row that was left out.
+        rest: whether it ended by ``limit``, before the last row.
+        left: columns kept as metadata.
+        roles: columns read, by fields of :class:`ia_mech.data.formats.ColumnMap`.
+        cut: how many rows go on after the real follow-up, unread.
         unpacked: how many rows had a text with messages for a response.
     """
 
-    def __init__(
-        self,
-        name: str,
-        rows: Rows,
-        read: Callable[[Any, str], ParsedRow],
-        limit: int | None,
-        description: dict,
-        skip_unusable: bool = False,
-    ) -> None:
-        self.name = name
-        self.description = description
-        self._rows, self.count = rows
+    name: str
+    description: dict
+    read: files.Reader
+    count: Callable[[], int | None]
+    columns: ColumnMap
+    preset: presets.Preset | None
+    limit: int | None
+    skip_unusable: bool
+
+    def __iter__(self) -> Iterator[Conversation]:
         self.skipped: list[str] = []
         self.rest = False
         self.left: dict[str, None] = {}
         self.roles: dict[str, dict[str, None]] = {}
-        self.cut = self.unpacked = 0
-        self._read, self._limit, self._skip = read, limit, skip_unusable
-        self._metadata = tuple(description["columns"]["metadata"])
-
-    def __iter__(self) -> Iterator[Conversation]:
-        self.skipped, self.rest, self.left, self.roles = [], False, {}, {}
         self.cut = self.unpacked = used = 0  # rows
         seen: dict[str, int] = {}
         names: set[str] = set()  # of columns and of fields of messages
-        rows = self._rows()
+        rows = self.read()
         for number, (place, row) in enumerate(rows, start=1):
             try:
-                row = _row_of(row, place)
-                if not names.issuperset(self._metadata):
+                if isinstance(row, bytes):
+                    row = parse_json(row, place, _AS_LINE)
+                if not isinstance(row, dict):
+                    kind = type(row).__name__
+                    raise UserError(f"{place} holds a {kind}, not an object", _AS_LINE)
+                if not names.issuperset(self.columns.metadata):
                     names.update(_names(row))
                 made = self._made(row, place, number, seen)
             except UserError as error:
-                if not self._skip:
+                if not self.skip_unusable:
                     raise
                 self.skipped.append(error.problem)
                 continue
             seen |= {conversation.id: number for conversation in made}
             yield from made
             used += 1
-            if used == self._limit:
+            if used == self.limit:
                 self.rest = next(rows, None) is not None
                 break
-        for name in self._metadata:
+        for name in self.columns.metadata:
             if name not in names:
                 raise UserError(
                     f"no column {name!r} in the {used} rows of {self.name} that were read"
@@ -249,8 +243,11 @@ class ConversationSource:
 
     def _made(self, row: Any, place: str, number: int, seen: dict[str, int]) -> list[Conversation]:
         """The checked conversations of a row; ``seen`` has the rows of earlier ids."""
+        columns = self.columns
         try:
-            parsed = self._read(row, place)
+            if not columns.names_content and (preset := self.preset or presets.recognise(row)):
+                row, columns = preset.adapted(row, columns, place)
+            parsed = parse(row, columns, place)
         except RecursionError:
             raise UserError(
                 f"{place}: its values are nested deeper than {DEPTH} levels",
@@ -261,7 +258,13 @@ class ConversationSource:
             self.roles.setdefault(role, {})[name] = None
         self.cut += parsed.cut
         self.unpacked += parsed.unpacked
-        made = _with_each(self._conversation(parsed, number), parsed.responses)
+        unnamed = {"id": f"{self.name.rsplit('/', 1)[-1]}-{number:05d}", "dataset": self.name}
+        made = [
+            Conversation(**(unnamed | {k: v for k, v in said.items() if v is not None}))
+            for said in parsed.said
+        ]
+        if len(made) > 1:
+            made = [one.with_response_index(index) for index, one in enumerate(made)]
         for conversation in made:
             validate(conversation, place)
             if conversation.id in seen:
@@ -271,45 +274,6 @@ class ConversationSource:
                     "make the ids unique, or name another column with --id-column",
                 )
         return made
-
-    def _conversation(self, parsed: ParsedRow, number: int) -> Conversation:
-        real_follow_up = parsed.real_follow_up
-        if isinstance(real_follow_up, str):
-            real_follow_up = real_follow_up.strip() or None
-        said = {one.name: getattr(parsed, one.name) for one in fields(Conversation)}
-        said |= {
-            "id": parsed.id or f"{self.name.rsplit('/', 1)[-1]}-{number:05d}",
-            "source_id": parsed.source_id or source_of(parsed.messages),
-            "dataset": parsed.dataset or self.name,
-            "messages": tuple(parsed.messages),
-            "real_follow_up": real_follow_up,
-        }
-        return Conversation(**said)
-
-
-def source_of(messages: Sequence[Message]) -> str:
-    """The source of a conversation whose row names none: a hash of all before its response.
-
-    So rows of one query are responses to it wherever they stand, and rows that differ in a system
-    message, an earlier turn or a passage are other sources.
-    """
-    asked = messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
-    text = json.dumps(asked, sort_keys=True, default=str)  # what isn't JSON is refused later
-    return f"q{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
-
-
-def _with_each(conversation: Conversation, answers: list[Answer] | None) -> list[Conversation]:
-    """The conversation after each of its responses, if its row has several."""
-    if answers is None:
-        return [conversation]
-    return [
-        replace(
-            conversation.with_response_index(index),
-            messages=(*conversation.messages, *answer.messages),
-            finish_reason=answer.finish_reason,
-        )
-        for index, answer in enumerate(answers)
-    ]
 
 
 def open_conversations(
@@ -338,17 +302,19 @@ def open_conversations(
         UserError: nothing of this name, nothing in it, or a first row that can't be used (with
             ``skip_unusable``: no row that can).
     """
-    columns = columns or ColumnMap()
-    preset = None if files.kind(Path(dataset)) else presets.find(dataset)
-    read = partial(_read, columns=columns, preset=preset)
-    name, rows, found = local(dataset) or _hub(dataset, preset, subset, split, revision)
-    if "path" not in found and (split or subset or revision):
+    columns, preset = columns or ColumnMap(), presets.find(dataset)
+    opened = local(dataset)
+    if opened and (split or subset or revision):
         raise UserError(
             f"{dataset} has no splits, subsets or revisions",
             "leave out --split, --subset and --revision",
         )
+    of_hub = preset or presets.Preset(dataset, dataset, None, None, (), columns, streamed=True)
+    name, (read, count), found = opened or presets.open_hub(of_hub, subset, split, revision)
     description = {"dataset": dataset, "limit": limit, "columns": asdict(columns), **found}
-    source = ConversationSource(name, rows, read, limit, description, skip_unusable)
+    source = ConversationSource(
+        name, description, read, count, columns, preset, limit, skip_unusable
+    )
     next(iter(source))
     return source
 
@@ -359,32 +325,22 @@ def local(dataset: str) -> tuple[str, Rows, dict] | None:
     Raises:
         UserError: there is none of this name, or a file of another format.
     """
+    if dataset in _PARTS:
+        read = partial(_builtin, dataset)
+        return dataset.replace(":", "-"), (read, lambda: sum(1 for _ in read())), {}
+    if presets.find(dataset):
+        return None
     path = expanded(dataset)
-    if dataset.split(":")[0] == "builtin":
-        return _builtin(dataset)
-    preset = presets.find(dataset)
-    if files.kind(path) or (preset is None and path.exists()):
+    if files.kind(path) or path.exists():
         return path.name.partition(".")[0], files.rows_of(path), {"file": path.name}
-    if preset is None and not _HUB_ID.fullmatch(dataset):
-        raise _unknown(dataset)
-    return None
-
-
-def _read(row: dict, place: str, *, columns: ColumnMap, preset: presets.Preset | None) -> ParsedRow:
-    """A row by the columns the user named, else by its preset, else by what its columns show."""
-    if not columns.names_content and (preset := preset or presets.recognise(row)):
-        return preset.parse(row, columns, place)
-    return parse(row, columns, place)
-
-
-def _row_of(row: Any, place: str) -> dict:
-    if isinstance(row, bytes):
-        row = parse_json(row, place, _AS_LINE)
-    if not isinstance(row, dict):
-        raise UserError(
-            f"{place} holds a {type(row).__name__}, not an object", "write one object per row"
-        )
-    return row
+    if _HUB_ID.fullmatch(dataset):
+        return None
+    names = [*_PARTS, *presets.PRESETS]
+    raise UserError(
+        f"no dataset {dataset!r}{did_you_mean(dataset.lower(), names)}; there are "
+        f"{', '.join(names)}",
+        f"use one of these, a {files.KINDS} file, a folder of such files, or a hub id org/name",
+    )
 
 
 def _names(row: dict) -> Iterator[str]:
@@ -395,59 +351,7 @@ def _names(row: dict) -> Iterator[str]:
             yield from chain.from_iterable(value)
 
 
-def _builtin(dataset: str) -> tuple[str, Rows, dict]:
-    _, _, part = dataset.partition(":")
-    if dataset != "builtin" and part not in (*BUILTIN, STUDY):
-        raise UserError(
-            f"no built-in dataset {dataset!r}",
-            f"use builtin or {', '.join(f'builtin:{name}' for name in (*BUILTIN, STUDY))}",
-        )
-    folder = resources.files("ia_mech") / "data"
-    parts = [folder / f"builtin_{name}.jsonl" for name in ([part] if part else BUILTIN)]
-
-    def rows() -> Iterator[tuple[str, bytes]]:
-        # One of each in turn, so that any number of first rows is balanced.
-        return chain.from_iterable(zip(*map(files.lines_of, parts), strict=True))
-
-    return dataset.replace(":", "-"), (rows, lambda: sum(1 for _ in rows())), {}
-
-
-def _hub(
-    dataset: str,
-    preset: presets.Preset | None,
-    subset: str | None,
-    split: str | None,
-    revision: str | None,
-) -> tuple[str, Rows, dict]:
-    name = preset.name if preset else dataset
-    path = preset.path if preset else dataset
-    if preset:
-        subset, split = subset or preset.subset, split or preset.split
-    opened, commit = presets.open_hub(
-        path,
-        subset=subset,
-        split=split,
-        revision=revision,
-        streamed=preset.streamed if preset else True,
-        files=preset.files if preset else None,
-    )
-    found = {"path": path, "subset": subset, "split": split, "revision": commit or revision}
-    count = getattr(opened, "num_rows", None)  # of a stream nobody knows
-    return name, (partial(_hub_rows, opened, name), lambda: count), found
-
-
-def _hub_rows(opened: Iterable[dict], name: str) -> Iterator[tuple[str, dict]]:
-    try:
-        yield from files.numbered(opened, name)
-    except Exception as error:  # the network can fail at any row of a stream
-        raise presets.unreadable(name, error) from error
-
-
-def _unknown(dataset: str) -> UserError:
-    parts = [f"builtin:{name}" for name in (*BUILTIN, STUDY)]
-    names = ["builtin", *parts, *presets.PRESETS]
-    return UserError(
-        f"no dataset {dataset!r}{did_you_mean(dataset.lower(), names)}; there are "
-        f"{', '.join(names)}",
-        f"use one of these, a {files.KINDS} file, a folder of such files, or a hub id org/name",
-    )
+def _builtin(dataset: str) -> Iterator[tuple[str, bytes]]:
+    parts = [Path(__file__).with_name(f"builtin_{name}.jsonl") for name in _PARTS[dataset]]
+    # One of each in turn, so that any number of first rows is balanced.
+    return chain.from_iterable(zip(*map(files.lines_of, parts), strict=True))

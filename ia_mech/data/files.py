@@ -14,16 +14,17 @@ from contextlib import suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from ia_mech.cli import refuse_missing
-from ia_mech.data.values import is_null, list_of
+from ia_mech.data.values import jsonable, list_of
 from ia_mech.errors import UserError
+from ia_mech.run.integrity import replace_file
 from ia_mech.untrusted import parse_json
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv")  # of files with rows
 KINDS = f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
-_PACKED = (".gz", ".bz2", ".zst")
+_PACKED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 _SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 _WRAPPERS = ("data", "rows", "examples", "instances", "samples", *_SPLITS)  # of a list of rows
 AS_JSON = "write one JSON object per line, in UTF-8 (.json may also hold one array)"
@@ -57,9 +58,21 @@ def rows_of(path: Path) -> Rows:
 
         stored = load_from_disk(str(path))
         return partial(numbered, stored, path.name), partial(len, stored)
-    each = [_file(file) for file in _shards(path)]
-    counts = [count for _, count in each]
-    return lambda: chain.from_iterable(read() for read, _ in each), lambda: sum(n() for n in counts)
+    shards = _shards(path)
+    readers = {".json": _json_rows, ".csv": _csv_rows, ".tsv": _csv_rows, ".parquet": _parquet_rows}
+    read = readers.get(form := str(kind(shards[0])), lines_of)
+
+    def rows() -> Iterator[tuple[str, Any]]:
+        return chain.from_iterable(map(read, shards))
+
+    def count() -> int:
+        if form != ".parquet":
+            return sum(1 for _ in rows())  # they are quickly passed over
+        import pyarrow.parquet as pq
+
+        return sum(pq.read_metadata(shard).num_rows for shard in shards)
+
+    return rows, count
 
 
 def saved(rows: Any, folder: Path) -> Path:
@@ -73,8 +86,7 @@ def saved(rows: Any, folder: Path) -> Path:
         UserError: they are nothing of the kind, or there are none.
     """
     if hasattr(rows, "iterrows"):  # a DataFrame: its gaps are NaN, NaT or NA
-        if not rows.columns.is_unique:
-            raise UserError("several columns of the DataFrame have one name", "rename or drop them")
+        _refuse_twice([*rows.columns], "the DataFrame")
         rows = rows.astype(object).where(rows.notna(), None).to_dict("records")
     listed = list(rows) if isinstance(rows, Iterable) and not isinstance(rows, Mapping) else []
     if not listed or not all(isinstance(row, Mapping) for row in listed):
@@ -83,34 +95,28 @@ def saved(rows: Any, folder: Path) -> Path:
             "give a list of dicts, a pandas DataFrame, a datasets.Dataset (one split of a "
             "DatasetDict), the path of a file or the name of a dataset",
         )
-    content = b"".join(json.dumps(_plain(row)).encode() + b"\n" for row in listed)
+    plain = ({str(name): jsonable(cell) for name, cell in row.items()} for row in listed)
+    content = b"".join(json.dumps(row).encode() + b"\n" for row in plain)
     path = folder / f"rows-{hashlib.sha256(content).hexdigest()[:16]}.jsonl"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}")
-        part.write_bytes(content)
-        part.replace(path)
+        replace_file(path, lambda scratch: scratch.write_bytes(content))
     return path
 
 
-def _plain(value: Any) -> Any:
-    """A copy that JSON can hold."""
-    if hasattr(value, "tolist"):  # of NumPy
-        value = value.tolist()
-    if isinstance(value, Mapping):
-        return {str(name): _plain(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    if is_null(value):
-        return None
-    if hasattr(value, "isoformat"):
-        return value.isoformat()
-    return value if isinstance(value, str | int | float) else str(value)
+def _refuse_twice(names: list, what: str) -> None:
+    if twice := [name for at, name in enumerate(names) if name in names[:at]]:
+        raise UserError(f"{what} has several columns named {twice[0]!r}", "rename or drop them")
 
 
 def _shards(path: Path) -> list[Path]:
     """The file, or the files of a folder."""
     if not path.is_dir():
+        if kind(path) is None:
+            raise UserError(
+                f"{path} is not a {KINDS} file, nor one of these with {' or '.join(_PACKED)}",
+                "convert it to one of these",
+            )
         return [path]
     if (path / "run.json").is_file():
         raise UserError(f"{path} is a run, not a dataset", "give the file that it was made of")
@@ -130,40 +136,20 @@ def _shards(path: Path) -> list[Path]:
     return files
 
 
-def _file(path: Path) -> tuple[Reader, Callable[[], int]]:
-    form = kind(path)
-    if form is None:
-        raise UserError(
-            f"{path} is not a {KINDS} file, nor one of these with {' or '.join(_PACKED)}",
-            "convert it to one of these",
-        )
-    if form == ".parquet":
-        return partial(_parquet_rows, path), partial(_parquet_count, path)
-    readers = {".json": _json_rows, ".csv": _csv_rows, ".tsv": _csv_rows}
-    read = partial(readers.get(form, lines_of), path)
-    return read, lambda: sum(1 for _ in read())  # rows that are quickly passed over
-
-
-def _open(path: Any) -> BinaryIO:
-    if path.suffix not in _PACKED:
-        return path.open("rb")
+def _lines(path: Path) -> Iterator[bytes]:
     import pyarrow as pa
 
-    # A file of text has no pieces that could be read alone: 1 MiB at a time.
-    return io.BufferedReader(pa.input_stream(str(path)), 1 << 20)
-
-
-def _lines(path: Any) -> Iterator[bytes]:
     try:
-        with _open(path) as file:
-            yield from file
+        with path.open("rb") as file:
+            unpacked = pa.input_stream(file, _PACKED.get(path.suffix))
+            yield from io.BufferedReader(unpacked, 1 << 18)
     except OSError as error:
         if error.errno is not None:
             raise  # the machine's fault, not the file's
         raise UserError(f"{path.name} can't be unpacked ({error})", "pack it again") from None
 
 
-def lines_of(path: Any) -> Iterator[tuple[str, bytes]]:
+def lines_of(path: Path) -> Iterator[tuple[str, bytes]]:
     """The rows of a JSON Lines file, not yet parsed."""
     lines = enumerate(_lines(path), start=1)
     return ((f"{path.name} line {number}", line) for number, line in lines if line.strip())
@@ -191,8 +177,9 @@ def _rows_in(value: Any, path: Path) -> list:
     (``to_json`` with ``orient`` split, columns or index)."""
     if not isinstance(value, dict):
         return value if isinstance(value, list) else [value]
-    if list_of(value.get("columns"), str) and list_of(value.get("data"), list):
-        return [dict(zip(value["columns"], row, strict=True)) for row in value["data"]]
+    names, data = value.get("columns", []), value.get("data", [])
+    if list_of(names, str) and list_of(data, list) and {*map(len, data)} == {len(names)}:
+        return [dict(zip(names, row, strict=True)) for row in data]
     found = [name for name in _WRAPPERS if list_of(value.get(name), dict)]
     if len(found) > 1:
         raise UserError(
@@ -219,8 +206,7 @@ def _csv_rows(path: Path) -> Iterator[tuple[str, dict]]:
         split = "\t" if kind(path) == ".tsv" else max(",;\t", key=first.count)
         table = csv.reader(chain([first], texts), delimiter=split, strict=True)
         names = next(table, [])
-        if len({*names}) < len(names):
-            raise csv.Error("two columns have one name")
+        _refuse_twice(names, path.name)
         for number, cells in enumerate(table, start=1):
             if not any(map(str.strip, cells)):
                 continue
@@ -242,11 +228,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict]]:
 
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            names = file.schema_arrow.names
-            if twice := sorted({name for name in names if names.count(name) > 1}):
-                raise UserError(
-                    f"{path.name} has several columns named {twice[0]!r}", "rename or drop them"
-                )
+            _refuse_twice(file.schema_arrow.names, path.name)
             batches = file.iter_batches(batch_size=_PARQUET_ROWS)
             yield from numbered(chain.from_iterable(b.to_pylist() for b in batches), path.name)
     except (pa.ArrowException, ValueError, OverflowError, OSError) as error:
@@ -257,9 +239,3 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict]]:
         raise UserError(
             f"{path.name} is not readable as Parquet ({reason})", "write it again"
         ) from error
-
-
-def _parquet_count(path: Path) -> int:
-    import pyarrow.parquet as pq
-
-    return pq.read_metadata(path).num_rows

@@ -15,10 +15,11 @@ beside a shape are part of the conversation (system message, history, passage, t
 refused by name, or become metadata. A name that is nearly one of these is asked about.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import pairwise
 from typing import Any, NoReturn
@@ -44,43 +45,47 @@ from ia_mech.data.messages import (
 )
 from ia_mech.data.values import from_json, is_gap, is_null, json_type, jsonable, list_of
 from ia_mech.errors import UserError
-from ia_mech.run.layout import UNPERTURBED
 from ia_mech.untrusted import parse_json
 
 CORRECT = "correct the row, or leave such rows out (--skip-unusable; with --dry-run it lists them)"
 FORMATS = ("auto", "messages", "sharegpt", "qa", "turns", "alternating")
 CUTS = ("first", "last")
-USER_HEADER = "user"
-
-# Names that columns are known by. A column with nearly a name of the second group never becomes
-# metadata: the user is asked.
-_ID = ("id", "question_id", "prompt_id", "key", "unique_id", "conversation_hash", "conversation_id")
 _OWN = ("id", "source_id", "dataset", "messages", "real_follow_up")  # of Conversation.to_dict
-_MESSAGES = ("messages", "conversation", "conversations")
-_QUERY = ("question", "prompt", "query", "instruction", "problem", "input")
-_LISTED = ("choices", "outputs", "responses")  # hold answers, or other things
-_RESPONSE = ("response", "output", "solution", "completion", "chosen", *_LISTED)
-_AFTER_MESSAGES = tuple(name for name in _RESPONSE if name != "solution")  # which is gold there
-_FIRST_ANSWER = ("reference_first_answer", "response", "responses")
-_OPTIONS = ("options", "choices", "endings")  # of a multiple-choice question
 
-_WHAT = {  # what a role is called in an error, and the names of its columns
-    "system": (
-        "the system message",
-        "system system_prompt system_message system_instruction sys systemPrompt developer",
-    ),
-    "context": (
-        "a passage that the query is about",
-        "context passage input passage_text article paragraph evidence story",
-    ),
-    "followup": ("the real follow-up", "real_follow_up follow_up followup"),
-    "history": (
-        "the exchanges before the query",
-        "history chat_history past conversation_history dialogue_history previous_messages",
-    ),
-    "tools": ("the schemas of tools", "tools functions"),
+# What a column may be, the first name that is there counting; fields of ColumnMap where it has one.
+_NAMES = {
+    role: tuple(names.split())
+    for role, names in {
+        "id": "id question_id prompt_id key unique_id conversation_hash conversation_id",
+        "source": "source_id",
+        "messages": "messages conversation conversations",
+        "query": "question prompt query instruction problem input",
+        "response": "response output solution completion chosen choices outputs responses",
+        "answer": "answer",
+        "system": "system system_prompt system_message system_instruction sys systemPrompt"
+        " developer",
+        "context": "context passage input passage_text article paragraph evidence story",
+        "followup": "real_follow_up follow_up followup",
+        "history": "history chat_history past conversation_history dialogue_history"
+        " previous_messages",
+        "tools": "tools functions",
+        "options": "options choices endings",  # of a multiple-choice question
+    }.items()
 }
-_NAMES = {role: tuple(names.split()) for role, (_, names) in _WHAT.items()}
+# Those that would change the conversation: a column of nearly such a name is asked about.
+_CHANGING = {
+    "system": "the system message",
+    "context": "a passage that the query is about",
+    "followup": "the real follow-up",
+    "history": "the exchanges before the query",
+    "tools": "the schemas of tools",
+}
+_LISTED = ("choices", "outputs", "responses")  # hold answers, or other things
+_TEXTS = {  # columns of the shapes that are lists of texts
+    "turns": ("turns", "prompt"),
+    "alternating": (*_NAMES["messages"], "turns", "data"),
+}
+_FIRST_ANSWER = ("reference_first_answer", "response", "responses")  # to a list of user turns
 
 # How names end that suggest a query or a response; words that suggest a gold answer.
 _LIKE_QUERY = re.compile(r"(question|query|prompt|instruction|problem|input)$")
@@ -125,62 +130,151 @@ class ColumnMap:
         return self.format != "auto" or any(columns)
 
 
-@dataclass
-class ParsedRow:
-    """What a row says, before anything is checked; None where it says nothing.
-
-    ``messages`` ends with the response where the row has one.
-    """
-
-    messages: list[Message]
-    real_follow_up: str | None = None
-    answer: str | None = None
-    id: str | None = None
-    source_id: str | None = None
-    dataset: str | None = None
-    metadata: dict = field(default_factory=dict)
-    perturbation: str = UNPERTURBED
-    header: str = USER_HEADER
-    responses: list[Answer] | None = None  # several, each of which answers the query
-    response_index: int | None = None
-    finish_reason: str | None = None
-    left: list[str] = field(default_factory=list)  # columns that became metadata
-    roles: dict[str, str] = field(default_factory=dict)  # fields of ColumnMap → columns read so
-    cut: bool = False  # whether it has more turns after the real follow-up
-    unpacked: bool = False  # whether its response was a text with messages
-
-
-def parse(row: dict, columns: ColumnMap, place: str) -> ParsedRow:
+def parse(row: dict, columns: ColumnMap, place: str) -> "Row":
     """Read one row in the shape ``columns`` names, or in the one its columns show.
 
     Raises:
         UserError: no shape fits, a named column is missing, a column holds the wrong kind, or one
             that would change the conversation can't be read.
     """
-    cells = _Cells(row, columns, place)
+    cells = Row(row, columns, place)
     refuse_unread(cells.known, [name for name in UNREAD if name != columns.context], place)
-    shape = _detect(cells) if columns.format == "auto" else columns.format
-    readers = {"qa": _from_qa, "turns": _from_turns, "alternating": _from_alternating}
-    parsed = readers.get(shape, _from_messages)(cells)
-    cells.add_system(parsed.messages)
-    cells.add_tools(parsed.messages)
-    parsed.id = cells.identifier("id", _ID)
-    parsed.source_id = cells.identifier("source", ("source_id",))
+    cells.said = _read(cells, _shape(cells) if columns.format == "auto" else columns.format)
+    shared: dict[str, Any] = {"id": cells.identifier("id")}
+    source = cells.identifier("source")
     if isinstance(cells.known.get("dataset"), str):
-        parsed.dataset = cells.take("dataset")
+        shared["dataset"] = cells.take("dataset") or None
     if cells.own:
-        for name in ("perturbation", "header", "response_index"):
-            if name in cells.known:
-                setattr(parsed, name, cells.take(name))
-    parsed.unpacked = cells.unpacked
-    parsed.left, parsed.metadata = cells.rest()
-    if not cells.own:
-        parsed.roles = cells.roles
-        cells.refuse_another_response(parsed)
-        cells.refuse_near_names(parsed.left)
-        said = [message for answer in parsed.responses or () for message in answer.messages]
-        _refuse_empty([*parsed.messages, *said], place)
-    return parsed
+        names = ("perturbation", "header", "response_index")
+        shared |= {name: cells.take(name) for name in names if name in cells.known}
+    cells.left, shared["metadata"] = cells.rest()
+    for one in cells.said:
+        one |= shared
+        one["source_id"] = source or one["source_id"]
+    if cells.own:
+        cells.roles = {}
+    else:
+        cells.ask_about_left()
+        _refuse_empty([message for one in cells.said for message in one["messages"]], place)
+    return cells
+
+
+def _read(cells: "Row", shape: str) -> list[dict[str, Any]]:
+    """What is said in a row of this shape: fields of a conversation for each response."""
+    turns: list[str] = []
+    asked = 1  # messages that come before the response in any case
+    if shape == "qa":
+        messages = _query(cells)
+        asked = len(messages)
+    else:
+        texts = _TEXTS.get(shape, ())
+        name = cells.name("messages", texts) if texts else _messages_column(cells)
+        listed = cells.listed(cells.needed(name, "messages"), "messages", bool(texts))
+        if shape == "turns":
+            turns, listed = listed, listed[:1]
+        if texts:
+            who = ("user", "assistant")
+            listed = [{"role": who[i % 2], "content": text} for i, text in enumerate(listed)]
+        messages = read_messages(listed, cells.place, cells.columns.metadata)
+        if name in _NAMES["query"] and not texts:
+            asked = len(messages)  # a prompt is never cut
+        what = "a list of user turns" if turns else "a list of messages"
+        cells.refuse_beside(("context", "passage", *_NAMES["history"]), what)
+    answers, gold = _answers(cells, shape, messages)
+    told, follow_up = cells.follow_up(turns)
+    found = []
+    for answer in answers or [Answer([])]:
+        before, after = messages, answer.messages
+        if len(answers) == 1:
+            before, after = _joined(messages, after, cells.place)
+        whole = said = [dict(message) for message in (*before, *after)]
+        ended = answer.finish_reason
+        if not told and len(answers) < 2:
+            said, follow_up = cut_dialogue(whole, cells.columns.cut, asked)
+            cells.cut = len(whole) > len(said) + 1
+            ended = ended if len(said) == len(whole) else None  # it is of the last answer
+        cells.add_system(said)
+        cells.add_tools(said)
+        asked_for = said[: len(said) - len(after)] if len(answers) > 1 else said
+        if isinstance(follow_up, str):
+            follow_up = follow_up.strip() or None
+        fields = {"messages": tuple(said), "source_id": source_of(asked_for), "answer": gold}
+        found.append({**fields, "real_follow_up": follow_up, "finish_reason": ended})
+    return found
+
+
+def _query(cells: "Row") -> list[Message]:
+    """The query that a column has, with the passage and the history of others."""
+    name = cells.needed(cells.name("query", _NAMES["query"]), "query")
+    query = cells.take(name, "query")
+    names = [n for n in _NAMES["query"][:-1] if not is_gap(cells.known.get(n))]
+    others = [n for n in names if cells.row[n] != query]
+    if others and cells.columns.query is None:
+        raise UserError(
+            f"{cells.place}: the columns {name!r} and {others[0]!r} may both be the query",
+            "name the one with --query-column",
+        )
+    if cells.columns.format == "auto" and list_of(from_json(query), str):
+        raise UserError(
+            f"{cells.place}: the column {name!r} is a list of texts, written as JSON",
+            f"say whose texts: --messages-column {name} with --format turns (the user's alone) or "
+            "alternating (user and assistant in turn); or --format qa if the query is this JSON",
+        )
+    passage = cells.text("context", [n for n in _NAMES["context"] if n != name])
+    if passage is not None and not is_gap(query):  # Alpaca, Dolly, SQuAD: the text to work on
+        query = f"{query}\n\n{passage}"
+    history = next((n for n in _NAMES["history"] if not is_gap(cells.known.get(n))), None)
+    earlier = cells.listed(history, "history") if history else []
+    where = f"{cells.place}: the column {history!r}"
+    asked = read_messages(earlier, where, cells.columns.metadata)
+    return [*asked, {"role": "user", "content": query}]
+
+
+def _answers(cells: "Row", shape: str, messages: list[Message]) -> tuple[list[Answer], str | None]:
+    """The responses to these messages, one in them too, and the gold answer."""
+    names = _FIRST_ANSWER if shape == "turns" else _NAMES["response"]
+    # Beside messages "solution" is the gold answer, for graders.
+    usual = [n for n in names if (shape == "qa" or n != "solution") and cells.may_answer(n)]
+    name, gold_name = cells.name("response", usual), cells.name("answer", _NAMES["answer"])
+    if messages and messages[-1]["role"] == "assistant":
+        last = messages[-1]["content"]
+        if name == cells.columns.response and cells.known.get(name, last) != last:
+            cells.refuse(str(name), "stands beside messages that end with a response")
+        return [Answer([], cells.beside(messages))], cells.gold(gold_name)
+    unsure = shape == "qa" and gold_name and not cells.columns.answer and name is None
+    query = cells.name("query", _NAMES["query"])
+    # "question" with "answer" alone is a dialogue; "prompt" or "problem" with "answer" is a task
+    # with its gold answer, which is no turn.
+    plain = query == "question" and not {*_NAMES["response"]} & {*cells.row}
+    if unsure and (query not in _NAMES["query"] or plain):
+        said = from_json(cells.known[gold_name])
+        if not plain or not (isinstance(said, str) or has_roles(said)):
+            raise UserError(
+                f"{cells.place}: the column 'answer' may be the response or the gold answer",
+                "say --response-column answer or --answer-column answer",
+            )
+        name, gold_name = gold_name, None
+    answers, gold = cells.answers(name), cells.gold(gold_name)
+    if shape == "qa":
+        cells.refuse_beside(_NAMES["options"], "a query")
+        text = answers[0].messages[-1]["content"] if len(answers) == 1 else None
+        if gold is None and isinstance(text, str) and (split := split_gsm8k(text)):
+            answers[0].messages[-1]["content"], gold = split
+    graded = cells.row.get("reference")
+    if shape == "turns" and gold is None and isinstance(graded, list):  # MT-bench's, to each turn
+        gold = (cells.take("reference", "answer") or [None])[0] or None
+    return answers, gold
+
+
+def source_of(messages: Sequence[Message]) -> str:
+    """The source of a conversation whose row names none: a hash of all before its response.
+
+    So rows of one query are responses to it wherever they stand, and rows that differ in a system
+    message, an earlier turn or a passage are other sources.
+    """
+    asked = messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
+    text = json.dumps(asked, sort_keys=True, default=str)  # what isn't JSON is refused later
+    return f"q{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
 
 
 def _refuse_empty(messages: list[Message], place: str) -> None:
@@ -191,8 +285,7 @@ def _refuse_empty(messages: list[Message], place: str) -> None:
         if message["role"] == "assistant" and empty and not {*message} & {*PARTS}:
             raise UserError(
                 f"{place}: a message of the assistant is empty",
-                "leave it out if it is the last (the model can write the response), or leave the "
-                "row out (--skip-unusable)",
+                "leave it out if it is the last, or leave the row out (--skip-unusable)",
             )
 
 
@@ -233,19 +326,27 @@ def cut_dialogue(
     return messages[: ends[0]], messages[ends[0]]["content"]
 
 
-class _Cells:
-    """One row, with the columns already used; what is left over becomes metadata.
+class Row:
+    """One row that is read.
 
-    ``known`` has the columns that can be part of the conversation: neither null nor named as
-    metadata.
+    Attributes:
+        known: the columns that can be part of the conversation: neither null nor named as metadata.
+        used: the columns already read; what is left over becomes metadata.
+        said: fields of :class:`ia_mech.data.conversations.Conversation`, once for each response.
+        left: columns with something that became metadata.
+        roles: fields of :class:`ColumnMap` → columns read so.
+        cut: whether it has more turns after the real follow-up.
+        unpacked: whether its response was a text with messages.
     """
 
     def __init__(self, row: dict, columns: ColumnMap, place: str) -> None:
         self.row, self.columns, self.place = row, columns, place
         self.known = {k: v for k, v in row.items() if not is_null(v) and k not in columns.metadata}
         self.used: set[str] = set()
+        self.said: list[dict[str, Any]] = []
+        self.left: list[str] = []
         self.roles: dict[str, str] = {}
-        self.unpacked = False
+        self.cut = self.unpacked = False
 
     def name(self, role: str, usual: Iterable[str] = ()) -> str | None:
         """The column for ``role``: the one the user named, else the first usual one present."""
@@ -256,6 +357,13 @@ class _Cells:
                 f"correct --{role}-column",
             )
         return named or next((name for name in usual if name in self.known), None)
+
+    def needed(self, name: str | None, role: str) -> str:
+        """The column that a shape can't do without."""
+        if name is None:
+            remedy = f"name the column with --{role}-column"
+            raise UserError(f"{self.place}: no {role} (found: {self.found})", remedy)
+        return name
 
     @property
     def own(self) -> bool:
@@ -295,9 +403,9 @@ class _Cells:
             return text
         return None
 
-    def refuse(self, name: str, problem: str) -> NoReturn:
-        """Refuse a column that would change the conversation."""
-        raise UserError(f"{self.place}: the column {name!r} {problem}", NOT_PART)
+    def refuse(self, name: str, problem: str, remedy: str = NOT_PART) -> NoReturn:
+        """Refuse a column, by default one that would change the conversation."""
+        raise UserError(f"{self.place}: the column {name!r} {problem}", remedy)
 
     def refuse_beside(self, names: Iterable[str], what: str) -> None:
         """Refuse columns that would change a conversation whose ``what`` is there already."""
@@ -305,74 +413,40 @@ class _Cells:
             if name not in self.used and not is_gap(self.known.get(name)):
                 self.refuse(str(name), f"stands beside {what}")
 
-    def listed(self, name: str, role: str = "") -> Any:
-        """The list in a column, or in its text."""
-        value = as_list(self.take(name, role))
-        if isinstance(value, str) and value.lstrip().startswith("["):
+    def listed(self, name: str, role: str, texts: bool = False) -> list:
+        """The list in a column, or in its text: of texts, or of something else."""
+        listed = as_list(self.take(name, role))
+        if isinstance(listed, str) and listed.lstrip().startswith("["):
             where = f"{self.place}: the column {name!r}"
-            parse_json(value, where, "write the list as JSON, with double quotes and commas")
-        return value
-
-    def messages(self, name: str) -> list[Message]:
-        """The messages in a column."""
-        listed = self.listed(name, "messages")
-        if not isinstance(listed, list):
-            raise UserError(
-                f"{self.place}: no list of messages (column {name!r} is {json_type(listed)})",
-                f"name its column with --messages-column (found: {self.found})",
+            parse_json(listed, where, "write the list as JSON, with double quotes and commas")
+        if not isinstance(listed, list) or list_of(listed, str) != texts:
+            kind = "a list of texts" if list_of(listed, str) else json_type(listed)
+            other = "not a list of texts" if texts else "not a list of messages"
+            remedy = (
+                f"name another with --{role}-column (found: {self.found}), or say whose texts a "
+                "list has: --format turns (the user's), or alternating"
             )
-        if list_of(listed, str):
-            raise UserError(
-                f"{self.place}: the column {name!r} is a list of texts, not of messages",
-                "say whose texts: --format turns (the user's alone), or --format alternating "
-                "(user and assistant in turn)",
-            )
-        return read_messages(listed, self.place, self.columns.metadata)
+            self.refuse(name, f"is {kind}, {other}", NOT_PART if role == "history" else remedy)
+        return listed
 
-    def texts(self, usual: tuple[str, ...]) -> list[str]:
-        """The list of texts in the column that ``usual`` or the user names."""
-        name = self.name("messages", usual)
-        texts: Any = None if name is None else self.listed(name, "messages")
-        if not list_of(texts, str):
-            raise UserError(
-                f"{self.place}: no list of texts (column {name!r} is {json_type(texts)})",
-                f"name its column with --messages-column (found: {self.found})",
-            )
-        return texts
-
-    def refuse_another_query(self, name: str) -> None:
-        """Refuse a row with another column that may be the query, unless the user chose one."""
-        query = self.row[name]
-        others = [n for n in _QUERY[:-1] if not is_gap(self.known.get(n)) and self.row[n] != query]
-        if others and self.columns.query is None:
-            raise UserError(
-                f"{self.place}: the columns {name!r} and {others[0]!r} may both be the query",
-                "name the one with --query-column",
-            )
-
-    def response(self, usual: Iterable[str]) -> str | None:
-        """The name of the column that holds the response, or several."""
-        others = [n for n in _LISTED if not self._holds_answers(n)]
-        return self.name("response", [n for n in usual if n not in others])
-
-    def _holds_answers(self, name: str) -> bool:
-        """Whether a column of :data:`_LISTED` holds answers. Texts in ``choices`` are the options
-        of a multiple-choice question."""
+    def may_answer(self, name: str) -> bool:
+        """Whether a column holds answers, if its name doesn't say so: texts in ``choices`` are the
+        options of a multiple-choice question."""
         value = from_json(self.known.get(name))
-        return holds_answers(value) or (list_of(value, str) and name != "choices")
+        texts = list_of(value, str) and name != "choices"
+        return name not in _LISTED or texts or holds_answers(value)
 
     def answers(self, name: str | None) -> list[Answer]:
         """What the assistant said, by the column of the response and those beside it."""
-        if name is None or (is_gap(self.row[name]) and not self.own):
-            self.take(name)
-            return []
-        where = f"{self.place}: the column {name!r}"
         said = self.take(name, "response")
+        if name is None or is_gap(said):
+            return []
         said = as_list(said) if name == "chosen" else said  # may be a transcript
         said = from_json(said) if name == "responses" else said
         several = list_of(said, str) or (name == "responses" and isinstance(said, list))
+        where, ignored = f"{self.place}: the column {name!r}", self.columns.metadata
         each = said if several else [said]
-        answers = [a for one in each for a in read_answers(one, where, self.columns.metadata)]
+        answers = [answer for one in each for answer in read_answers(one, where, ignored)]
         if len(answers) == 1:
             last = answers[0].messages[-1]
             self.unpacked = isinstance(said, str) and last["content"] != said
@@ -383,7 +457,7 @@ class _Cells:
     def beside(self, messages: list[Message]) -> str | None:
         """Put the thought that a column beside the messages holds into the last message, if that
         is the assistant's. Returns how this message ended, if a column says it."""
-        if not messages or messages[-1]["role"] != "assistant":
+        if messages[-1]["role"] != "assistant":
             return None
         told = [n for n in THOUGHTS if isinstance(self.known.get(n), str)]
         texts = [n for n in told if not _WORD.fullmatch(self.known[n])]  # such as "on", a setting
@@ -392,23 +466,15 @@ class _Cells:
         ended = isinstance(self.known.get("finish_reason"), str)
         return self.take("finish_reason") if ended else None
 
-    def followup(self) -> str | None:
-        """The column of the user's real next turn. An unnamed one counts only if it holds text."""
-        return self.name(
-            "followup", [n for n in _NAMES["followup"] if isinstance(self.known.get(n), str)]
-        )
-
-    def history(self) -> list[Message]:
-        """The exchanges before the query."""
-        name = next((n for n in _NAMES["history"] if not is_gap(self.known.get(n))), None)
+    def follow_up(self, turns: Sequence[str]) -> tuple[bool, Any]:
+        """Whether the row itself says what the user said next, so that its messages are the
+        context, and what that is. A column that nobody named counts only if it holds text."""
+        usual = [n for n in _NAMES["followup"] if isinstance(self.known.get(n), str)]
+        own = self.own and not turns
+        name = _OWN[-1] if own else self.name("followup", () if turns else usual)
         if name is None:
-            return []
-        listed = self.listed(name)
-        if not isinstance(listed, list) or list_of(listed, str):
-            kind = "a list of texts" if isinstance(listed, list) else json_type(listed)
-            self.refuse(name, f"is {kind}, not a list of messages or exchanges")
-        where = f"{self.place}: the column {name!r}"
-        return read_messages(listed, where, self.columns.metadata)
+            return bool(turns), (*turns[1:], None)[0]
+        return True, self.take(name, "followup")
 
     def add_system(self, messages: list[Message]) -> None:
         """Open messages with the system message that a column has."""
@@ -434,8 +500,8 @@ class _Cells:
         if tools and messages:
             messages[0]["tools"] = tools[0]
 
-    def identifier(self, role: str, usual: tuple[str, ...]) -> str | None:
-        value = self.take(self.name(role, usual))
+    def identifier(self, role: str) -> str | None:
+        value = self.take(self.name(role, _NAMES[role]))
         blank = value is None or value == ""
         if isinstance(value, list | dict) or (blank and getattr(self.columns, role) is not None):
             raise UserError(
@@ -448,9 +514,8 @@ class _Cells:
         if name in self.used and self.columns.answer is None:
             return None  # as the response
         value = jsonable(self.take(name, "answer"))
-        if value is None or isinstance(value, str):
-            return value
-        return json.dumps(value, ensure_ascii=False)
+        text = value is None or isinstance(value, str)
+        return value if text else json.dumps(value, ensure_ascii=False)
 
     def like(self, names: Iterable[str], usual: Sequence[str], ends: re.Pattern) -> str | None:
         """The first column that holds what somebody said, and whose name ends like one that is
@@ -464,47 +529,42 @@ class _Cells:
                 return name
         return None
 
-    def refuse_another_response(self, parsed: ParsedRow) -> None:
-        """Refuse a row with a column that nothing has read and that is named like a response, where
-        the model would write another in its place, or another was read."""
-        said = [m["content"] for m in parsed.messages[-1:] if m["role"] == "assistant"]
-        unread = [n for n in parsed.left if not is_said(self.known.get(n), said)]
-        if not parsed.responses and not said:
-            if name := self.like(unread, (*_RESPONSE, "answer"), _LIKE_RESPONSE):
-                raise UserError(
-                    f"{self.place}: no response, and the column {name!r} may be one",
-                    f"say --response-column {name}; or, if the model is to write the response, "
-                    f"{METADATA} {name} (for a gold answer: --answer-column {name})",
-                )
-        elif self.columns.response is None and (name := self.like(unread, (), _LIKE_RESPONSE)):
-            read = self.roles.get("response")
-            meant = f"say --response-column {read} or --response-column {name}"
-            raise UserError(
-                f"{self.place}: the response is read from {read or self.roles.get('messages')!r}, "
-                f"and the column {name!r} may be one, too",
-                f"{meant if read else 'leave out one of them'}, or {METADATA} {name} if it is none",
-            )
+    def ask_about_left(self) -> None:
+        """Refuse a column that nothing has read and that may be a part of the conversation, by its
+        name and by what it holds: metadata never reaches the model.
 
-    def refuse_near_names(self, left: Iterable[str]) -> None:
-        """Refuse a column whose name is nearly one that would change the conversation, if what it
-        holds could be that: metadata never reaches the model."""
-        for name in left:
-            if name not in self.known or any(name in names for names in _NAMES.values()):
-                continue
-            value, plain = from_json(self.known[name]), re.sub(r"[\s-]", "_", name.lower())
-            for role, names in _NAMES.items():
-                near = get_close_matches(plain, map(str.lower, names), 1, _NEAR)
+        It may be the response, where the model would write another in its place, or another one was
+        read; or its name is nearly one that would change the conversation.
+        """
+        last = [one["messages"][-1] for one in self.said if one["messages"]]
+        texts = [m["content"] for m in last if m["role"] == "assistant"]
+        unread = [n for n in self.left if not is_said(self.known.get(n), texts)]
+        usual = () if texts else (*_NAMES["response"], "answer")
+        name = self.like(unread, usual, _LIKE_RESPONSE)
+        if name and not (texts and self.columns.response):
+            read, also = self.roles.get("response"), f"the column {name!r} may be one"
+            problem, say = f"no response, and {also}", f"say --response-column {name}"
+            if texts:
+                there = read or self.roles.get("messages")
+                problem = f"the response is read from {there!r}, and {also}, too"
+                say = f"{say} or --response-column {read}" if read else "leave out one of them"
+            remedy = (
+                f"{say}; or {METADATA} {name} if it is none (for a gold answer: --answer-column)"
+            )
+            raise UserError(f"{self.place}: {problem}", remedy)
+        changing = {name: role for role in _CHANGING for name in _NAMES[role]}
+        for name in self.left:
+            value, plain = from_json(self.known.get(name)), re.sub(r"[\s-]", "_", name.lower())
+            for near in get_close_matches(plain, [*changing], len(changing), _NEAR):
+                role = changing[near]
                 flag = hasattr(self.columns, role)  # else a list or an object is looked for
                 fits = isinstance(value, list | dict)
                 if flag:  # one word is an id or a setting, not what somebody says
                     fits = isinstance(value, str) and len(value.split()) > 1
-                if near and fits and not self.used.intersection(names):
-                    say = f"say --{role}-column {name}" if flag else f"call it {near[0]}"
-                    raise UserError(
-                        f"{self.place}: the column {name!r} may be {_WHAT[role][0]}, but isn't "
-                        "called so",
-                        f"{say}; or {METADATA} {name} if it is something else",
-                    )
+                if fits and name not in changing and not self.used.intersection(_NAMES[role]):
+                    say = f"say --{role}-column {name}" if flag else f"call it {near}"
+                    remedy = f"{say}; or {METADATA} {name} if it is something else"
+                    self.refuse(name, f"may be {_CHANGING[role]}, but isn't called so", remedy)
 
     def rest(self) -> tuple[list[str], dict]:
         """The columns with something that nothing has used, and all that as metadata."""
@@ -518,7 +578,8 @@ class _Cells:
         return named, jsonable(left | (own or {}))
 
 
-def _detect(cells: _Cells) -> str:
+def _shape(cells: Row) -> str:
+    """The shape that the columns show."""
     named = cells.columns.messages
     listed = [n for n in ("turns", "prompt") if list_of(cells.known.get(n), str)]
     if named is not None or _messages_column(cells) is not None:
@@ -527,13 +588,14 @@ def _detect(cells: _Cells) -> str:
         return "qa"
     if listed:
         return "turns"
-    if any(name in cells.known for name in _QUERY):
+    if any(name in cells.known for name in _NAMES["query"]):
         return "qa"
-    query = cells.like(cells.known, _QUERY, _LIKE_QUERY) or "NAME"
-    empty = [n for n in (*_MESSAGES, *_QUERY) if n in cells.row and n not in cells.known]
+    query = cells.like(cells.known, _NAMES["query"], _LIKE_QUERY) or "NAME"
+    looked_for = (*_NAMES["messages"], *_NAMES["query"])
+    empty = [n for n in looked_for if n in cells.row and n not in cells.known]
     if empty and query == "NAME":
         raise UserError(f"{cells.place}: nothing is in {' and '.join(map(repr, empty))}", CORRECT)
-    response = cells.like(cells.known, _RESPONSE, _LIKE_RESPONSE) or "NAME"
+    response = cells.like(cells.known, _NAMES["response"], _LIKE_RESPONSE) or "NAME"
     messages = next((n for n, v in cells.known.items() if has_roles(as_list(v))), "NAME")
     raise UserError(
         f"{cells.place}: columns not recognised (found: {cells.found})",
@@ -542,130 +604,18 @@ def _detect(cells: _Cells) -> str:
     )
 
 
-def _messages_column(cells: _Cells) -> str | None:
+def _messages_column(cells: Row) -> str | None:
     """The column with a list of messages, which may be the whole dialogue or a prompt."""
-    asked = [cells.columns.query] if cells.columns.query else [*_QUERY, "turns"]
-    if not any(name in cells.known for name in _QUERY):
+    asked = [cells.columns.query] if cells.columns.query else [*_NAMES["query"], "turns"]
+    if not any(name in cells.known for name in _NAMES["query"]):
         asked.append("chosen")  # preference data without a prompt of their own
     found = [name for name in asked if holds_messages(cells.known.get(name))]
-    return cells.name("messages", found if cells.columns.query else [*_MESSAGES, *found])
+    return cells.name("messages", found if cells.columns.query else [*_NAMES["messages"], *found])
 
 
-def _from_messages(cells: _Cells) -> ParsedRow:
-    name = _messages_column(cells)
-    if name is None:
-        raise UserError(
-            f"{cells.place}: no list of messages (found: {cells.found})",
-            "name its column with --messages-column",
-        )
-    messages = cells.messages(name)
-    cells.refuse_beside(("context", "passage", *_NAMES["history"]), "a list of messages")
-    # A prompt is never cut: all of it comes before the response.
-    return _dialogue(cells, messages, len(messages) if name in _QUERY else 1)
-
-
-def _from_alternating(cells: _Cells) -> ParsedRow:
-    texts = cells.texts((*_MESSAGES, "turns", "data"))
-    roles = ("user", "assistant")
-    messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
-    return _dialogue(cells, messages, 1)
-
-
-def _dialogue(cells: _Cells, messages: list[Message], asked: int) -> ParsedRow:
-    """A list of messages, with the answer in it, or in a column of its own."""
-    name = cells.response(_AFTER_MESSAGES)
-    if not messages or messages[-1]["role"] != "assistant":
-        answers = cells.answers(name)
-    else:
-        answers = [Answer([], cells.beside(messages))]
-        said = cells.known.get(name, messages[-1]["content"])
-        if name == cells.columns.response and said != messages[-1]["content"]:
-            cells.refuse(str(name), "stands beside messages that end with a response")
-    return _row(cells, messages, answers, cells.gold(cells.name("answer", ("answer",))), asked)
-
-
-def _from_qa(cells: _Cells) -> ParsedRow:
-    name = cells.name("query", _QUERY)
-    if name is None:
-        raise UserError(
-            f"{cells.place}: no query (found: {cells.found})",
-            "name its column with --query-column",
-        )
-    cells.refuse_another_query(name)
-    query = cells.take(name, "query")
-    if cells.columns.format == "auto" and list_of(from_json(query), str):
-        raise UserError(
-            f"{cells.place}: the column {name!r} is a list of texts, written as JSON",
-            f"say whose texts: --messages-column {name} with --format turns (the user's alone) or "
-            "alternating (user and assistant in turn); or --format qa if the query is this JSON",
-        )
-    passage = cells.text("context", [n for n in _NAMES["context"] if n != name])
-    if passage is not None and not is_gap(query):  # Alpaca, Dolly, SQuAD: the text to work on
-        query = f"{query}\n\n{passage}"
-    response_name = cells.response(_RESPONSE)
-    answer_name = cells.name("answer", ("answer",))
-    # "question" with "answer" alone is a dialogue; "prompt" or "problem" with "answer" is a task
-    # with its gold answer, which is no turn.
-    unsure = answer_name is not None and cells.columns.answer is None and response_name is None
-    if unsure and (name not in _QUERY or (name == "question" and not {*_RESPONSE} & {*cells.row})):
-        said = from_json(cells.known[answer_name])
-        if name != "question" or not (isinstance(said, str) or has_roles(said)):
-            raise UserError(
-                f"{cells.place}: the column 'answer' may be the response or the gold answer",
-                "say --response-column answer or --answer-column answer",
-            )
-        response_name, answer_name = answer_name, None
-    answers, gold = cells.answers(response_name), cells.gold(answer_name)
-    cells.refuse_beside(_OPTIONS, "a query")
-    text = answers[0].messages[-1]["content"] if len(answers) == 1 else None
-    if gold is None and isinstance(text, str) and (split := split_gsm8k(text)):
-        answers[0].messages[-1]["content"], gold = split
-    asked = [*cells.history(), {"role": "user", "content": query}]
-    return _row(cells, asked, answers, gold, len(asked))
-
-
-def _from_turns(cells: _Cells) -> ParsedRow:
-    turns = cells.texts(("turns", "prompt"))
-    cells.refuse_beside(("context", "passage", *_NAMES["history"]), "a list of user turns")
-    answers = cells.answers(cells.response(_FIRST_ANSWER))
-    gold = cells.gold(cells.name("answer", ("answer",)))
-    graded = cells.row.get("reference")
-    if gold is None and isinstance(graded, list):  # MT-bench: the right answer to each turn
-        gold = (cells.take("reference", "answer") or [None])[0] or None
-    parsed = _answered(cells, [{"role": "user", "content": turns[0]}], answers)
-    followup = cells.name("followup")
-    parsed.answer = gold
-    parsed.real_follow_up = cells.take(followup, "followup") if followup else (*turns, None)[1]
-    return parsed
-
-
-def _row(
-    cells: _Cells, messages: list[Message], answers: list[Answer], gold: str | None, asked: int
-) -> ParsedRow:
-    """A dialogue with the answers that columns hold, cut after ``asked`` messages or later."""
-    parsed = _answered(cells, messages, answers)
-    parsed.answer = gold
-    followup = "real_follow_up" if cells.own else cells.followup()
-    if followup is not None:  # the row itself says what follows, so its messages are the context
-        parsed.real_follow_up = cells.take(followup, "followup")
-        return parsed
-    whole = parsed.messages
-    parsed.messages, parsed.real_follow_up = cut_dialogue(whole, cells.columns.cut, asked)
-    parsed.cut = len(whole) > len(parsed.messages) + 1
-    if len(parsed.messages) < len(whole):
-        parsed.finish_reason = None  # of the last answer, which is left out
-    return parsed
-
-
-def _answered(cells: _Cells, asked: list[Message], answers: list[Answer]) -> ParsedRow:
-    """What was asked, with the answer or the answers that columns hold."""
-    if len(answers) > 1:
-        return ParsedRow(asked, responses=answers)
-    only = answers[0] if answers else Answer([])
-    return ParsedRow(_joined(asked, only.messages, cells.place), finish_reason=only.finish_reason)
-
-
-def _joined(asked: list[Message], said: list[Message], place: str) -> list[Message]:
+def _joined(
+    asked: list[Message], said: list[Message], place: str
+) -> tuple[list[Message], list[Message]]:
     """The query and what followed it, which in preference data begins with the query again."""
     if said and said[0]["role"] == "system":
         asked = [said[0], *asked]
@@ -677,4 +627,4 @@ def _joined(asked: list[Message], said: list[Message], place: str) -> list[Messa
                 "write one list of messages, or a response without the query",
             )
         said = said[len(asked) :]
-    return [*asked, *said]
+    return asked, said

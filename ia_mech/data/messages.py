@@ -1,9 +1,7 @@
 """The messages of a data row, in any of the usual spellings, as chat templates take them.
 
-A message is a dict with ``role`` (system, user, assistant or tool) and ``content`` (text). An
-assistant's may have ``reasoning_content`` (text) and ``tool_calls``, a tool's ``tool_call_id``, any
-``name``, and the first message may have the schemas of ``tools``. What else would change the
-conversation (images, documents) is refused by name. Other fields (times, languages, flags) are left
+A message is a dict as ``Conversation.messages`` has it. What would change the conversation and
+isn't read (images, documents) is refused by name. Other fields (times, languages, flags) are left
 out; null ones are gaps.
 
 Contents of another type than text and unknown roles are kept for the check of the whole
@@ -147,19 +145,21 @@ def read_tools(value: Any, place: str) -> list[dict]:
     Raises:
         UserError: they are none.
     """
+    problem = f"{place}: the tools are not a list of objects with names"
+    remedy = f"write their schemas as JSON, or name the column with {METADATA} if there were none"
+    named = [function for _, function in _functions(value, problem, remedy)]
+    plain = ({k: v for k, v in function.items() if k != "type"} for function in named)
+    return [{"type": "function", "function": jsonable(function)} for function in plain]
+
+
+def _functions(value: Any, problem: str, remedy: str) -> Iterator[tuple[dict, dict]]:
+    """Each object of a list, or of its JSON, with the named function that it has, or that it is."""
     value = from_json(value)
-    made = []
-    for tool in map(from_json, value if isinstance(value, list) else [value]):
-        function = tool.get("function", tool) if isinstance(tool, dict) else None
+    for one in map(from_json, value if isinstance(value, list) else [value]):
+        function = one.get("function", one) if isinstance(one, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise UserError(
-                f"{place}: the tools are not a list of objects with names ({json_type(tool)})",
-                f"write their schemas as JSON, or name the column with {METADATA} if the "
-                "assistant had no tools",
-            )
-        function = {name: cell for name, cell in function.items() if name != "type"}
-        made.append({"type": "function", "function": jsonable(function)})
-    return made
+            raise UserError(problem, remedy)
+        yield one, function
 
 
 def refuse_unread(fields: dict, names: Collection[str], place: str) -> None:
@@ -210,7 +210,10 @@ def _message(given: dict, place: str) -> Message:
         made["content"], thought = _joined(content, place)
         thoughts += thought
     if thoughts := [one for one in thoughts if not is_gap(one)]:
-        made["reasoning_content"] = _thought(thoughts, place)
+        if not list_of(thoughts, str) or len({*thoughts}) > 1:
+            problem = "two thoughts that differ, or one that is no text"
+            raise UserError(f"{place} has {problem}", "keep one, as text, in reasoning_content")
+        made["reasoning_content"] = thoughts[0]
     if called := [call for value in calls if not is_gap(value) for call in _calls(value, place)]:
         made["tool_calls"] = called
     if made.keys() & {*PARTS}:
@@ -249,27 +252,11 @@ def _joined(parts: list, place: str) -> tuple[str, list]:
     return "\n".join(map(str, texts)), thoughts
 
 
-def _thought(thoughts: list, place: str) -> str:
-    first, *others = dict.fromkeys(map(str, thoughts))
-    if others or not isinstance(thoughts[0], str):
-        problem = (
-            "two thoughts that differ" if others else f"a thought that is {json_type(thoughts[0])}"
-        )
-        raise UserError(f"{place} has {problem}", "keep one, as text, in reasoning_content")
-    return first
-
-
 def _calls(value: Any, place: str) -> list[dict]:
     """Calls of tools as templates take them: arguments as an object, not as its JSON."""
-    value = from_json(value)
+    remedy = 'write "tool_calls": [{"function": {"name": …, "arguments": …}}]'
     made = []
-    for call in map(from_json, value if isinstance(value, list) else [value]):
-        function = call.get("function", call) if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise UserError(
-                f"{place} has a tool call without a name",
-                'write "tool_calls": [{"function": {"name": …, "arguments": …}}]',
-            )
+    for call, function in _functions(value, f"{place} has a tool call without a name", remedy):
         arguments = function.get("arguments", function.get("parameters"))
         arguments = {} if is_gap(arguments) else jsonable(from_json(arguments))
         named = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}

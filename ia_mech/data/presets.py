@@ -12,13 +12,14 @@ Put a few invented rows of the real schema into ``tests/fixtures/presets/<name>.
 read them as hub rows and as a local file.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import takewhile
-from typing import Any
 
 from ia_mech.cli import expanded
-from ia_mech.data.formats import ColumnMap, ParsedRow, parse
+from ia_mech.data.files import Rows, numbered
+from ia_mech.data.formats import ColumnMap
 from ia_mech.errors import UserError
 
 PROBE_SECONDS = 10.0
@@ -33,26 +34,25 @@ class Preset:
         needs: the columns a row must have.
         reads: format and columns, for what the user hasn't named.
         adapt: changes a row (given its place) into one that ``reads`` fits.
-        keeps: the columns that are kept as metadata; None keeps all that are left over.
+        keeps: the columns that are kept as metadata; None keeps all that are left over. A preset
+            that keeps few reads all rows with the columns that it needs, local ones too.
         streamed: read over the network row by row; otherwise downloaded once and cached.
         files: subset to file name, for repositories that declare no configurations.
-        by_columns: local rows with these columns are read by this preset.
     """
 
     name: str
     path: str
     subset: str | None
-    split: str
+    split: str | None
     needs: tuple[str, ...]
-    reads: Mapping[str, str]
+    reads: ColumnMap
     adapt: Callable[[dict, str], dict] = lambda row, place: row
     keeps: tuple[str, ...] | None = None
     streamed: bool = False
     files: Mapping[str, str] = field(default_factory=dict)
-    by_columns: bool = False
 
-    def parse(self, row: dict, columns: ColumnMap, place: str) -> ParsedRow:
-        """Read one row.
+    def adapted(self, row: dict, columns: ColumnMap, place: str) -> tuple[dict, ColumnMap]:
+        """A row, and what its columns are called, as ``formats`` reads them.
 
         Raises:
             UserError: a column is missing, or the row isn't of the expected shape.
@@ -65,15 +65,13 @@ class Preset:
                 "name the columns yourself (--query-column or --messages-column), or give the "
                 "--revision of a version that has it",
             )
-        row = self.adapt(row, place)
-        unset: dict[str, Any] = {
-            k: v for k, v in self.reads.items() if k == "format" or not getattr(columns, k)
-        }
+        row, given = self.adapt(row, place), asdict(columns)
+        del given["format"]
+        columns = replace(self.reads, **{k: v for k, v in given.items() if v})
         if self.keeps is not None:
-            own = (columns.id, columns.source, columns.system, columns.context)
-            named = (*self.reads.values(), *self.keeps, *own)
+            named = (*asdict(columns).values(), *self.keeps)
             row = {name: cell for name, cell in row.items() if name in named}
-        return parse(row, replace(columns, **unset), place)
+        return row, columns
 
 
 def _coval(row: dict, place: str) -> dict:
@@ -115,41 +113,39 @@ PRESETS: dict[str, Preset] = {
         Preset(
             *("gsm8k", "openai/gsm8k", "main", "test"),
             needs=("question", "answer"),
-            reads={"format": "qa", "query": "question"},
+            reads=ColumnMap("qa", query="question"),
         ),
         # MIT (of MATH and PRM800K; the card names none). Worked solutions; gold answer.
         Preset(
             *("math-500", "HuggingFaceH4/MATH-500", None, "test"),
             needs=("problem", "solution", "answer", "unique_id"),
-            reads={
-                **{"format": "qa", "query": "problem", "response": "solution"},
-                **{"answer": "answer", "id": "unique_id"},
-            },
+            reads=ColumnMap(
+                "qa", query="problem", response="solution", answer="answer", id="unique_id"
+            ),
         ),
         # Apache-2.0.
         Preset(
             *("ifeval", "google/IFEval", None, "train"),
             needs=_CHECKABLE,
-            reads={"format": "qa", "query": "prompt", "id": "key"},
+            reads=ColumnMap("qa", query="prompt", id="key"),
         ),
         # ODC-BY-1.0.
         Preset(
             *("ifbench", "allenai/IFBench_test", None, "train"),
             needs=_CHECKABLE,
-            reads={"format": "qa", "query": "prompt", "id": "key"},
+            reads=ColumnMap("qa", query="prompt", id="key"),
         ),
         # MIT. Prompts of one or more turns; no responses, rubrics not kept.
         Preset(
             *("healthbench", "openai/healthbench", "full", "train"),
             needs=("prompt", "prompt_id", "rubrics"),
-            reads={"format": "messages", "messages": "prompt", "id": "prompt_id"},
+            reads=ColumnMap("messages", messages="prompt", id="prompt_id"),
             keeps=("example_tags",),
             files={
                 "full": "2025-05-07-06-14-12_oss_eval.jsonl",
                 "hard": "hard_2025-05-08-21-00-10.jsonl",
                 "consensus": "consensus_2025-05-09-20-00-46.jsonl",
             },
-            by_columns=True,
         ),
         # CC-BY-4.0. Value-sensitive prompts; no responses. The schema is inferred from public code
         # that reads it, not from the card. Responses of other models and annotators' assessments
@@ -157,30 +153,27 @@ PRESETS: dict[str, Preset] = {
         Preset(
             *("coval", "openai/coval", "comparisons", "train"),
             needs=("prompt_id", "prompt", "responses"),
-            reads={"format": "messages", "messages": "prompt", "id": "prompt_id"},
+            reads=ColumnMap("messages", messages="prompt", id="prompt_id"),
             adapt=_coval,
             keeps=("candidates",),
-            by_columns=True,
         ),
         # Apache-2.0. Second turns written by people are the real follow-ups; the right answer
         # where there is one; no responses.
         Preset(
             *("mt-bench", "HuggingFaceH4/mt_bench_prompts", None, "train"),
             needs=("prompt", "prompt_id", "category", "reference"),
-            reads={"format": "turns", "messages": "prompt", "id": "prompt_id"},
+            reads=ColumnMap("turns", messages="prompt", id="prompt_id"),
         ),
         # ODC-BY-1.0. Real dialogues with the users' real next turns.
         Preset(
             *("wildchat", "allenai/WildChat-1M", None, "train"),
             needs=("conversation", "conversation_hash"),
-            reads={
-                **{"format": "messages", "messages": "conversation"},
-                **{"id": "row_id", "source": "conversation_hash"},
-            },
+            reads=ColumnMap(
+                "messages", messages="conversation", id="row_id", source="conversation_hash"
+            ),
             adapt=_wildchat,
             keeps=("model", "language", "turn", "toxic", "redacted"),
             streamed=True,
-            by_columns=True,
         ),
     )
 }
@@ -188,31 +181,20 @@ PRESETS: dict[str, Preset] = {
 
 def find(name: str) -> Preset | None:
     """The preset of this name; case, ``-`` and ``_`` don't matter."""
-
-    def bare(text: str) -> str:
-        return text.lower().replace("-", "").replace("_", "")
-
-    return next((p for p in PRESETS.values() if bare(p.name) == bare(name)), None)
+    bare = {known.replace("-", ""): preset for known, preset in PRESETS.items()}
+    return bare.get(name.lower().replace("-", "").replace("_", ""))
 
 
 def recognise(row: dict) -> Preset | None:
-    """The preset whose schema a local row has, where the usual shapes alone would misread it."""
-    return next(
-        (p for p in PRESETS.values() if p.by_columns and all(name in row for name in p.needs)),
-        None,
-    )
+    """The preset whose schema a row has, where the usual shapes alone would misread it."""
+    found = (p for p in PRESETS.values() if p.keeps and all(name in row for name in p.needs))
+    return next(found, None)
 
 
 def open_hub(
-    path: str,
-    *,
-    subset: str | None,
-    split: str | None,
-    revision: str | None,
-    streamed: bool = True,
-    files: Mapping[str, str] | None = None,
-) -> tuple[Iterable[dict], str | None]:
-    """Rows of a hub dataset, to be iterated as often as wanted, and the commit they are of.
+    preset: Preset, subset: str | None, split: str | None, revision: str | None
+) -> tuple[str, Rows, dict]:
+    """The rows of a hub dataset, and what is recorded of them.
 
     The hub is asked for the commit first: ``datasets`` itself takes twenty seconds of retries to
     notice that there is no network. With ``HF_HUB_OFFLINE=1`` that request is left out and datasets
@@ -221,58 +203,50 @@ def open_hub(
     Raises:
         UserError: unknown, private or gated, no such subset or split, or out of reach.
     """
-    file = None
-    if files:
-        file = files.get(subset or "")
-        if file is None:
-            raise UserError(f"{path} has no subset {subset!r}", f"use one of {', '.join(files)}")
+    path, subset, split = preset.path, subset or preset.subset, split or preset.split
+    if preset.files and subset not in preset.files:
+        raise UserError(f"{path} has no subset {subset!r}", f"use one of {', '.join(preset.files)}")
     try:
-        commit = _commit(path, revision)
         from datasets import load_dataset
+        from huggingface_hub import HfApi, constants
 
+        expanded(constants.HF_HUB_CACHE)  # without a home folder it would be ./~
+        if not constants.HF_HUB_OFFLINE:
+            asked = HfApi().dataset_info(path, revision=revision, timeout=PROBE_SECONDS)
+            revision = asked.sha
         rows = load_dataset(
             path,
-            name=None if files else subset,
-            data_files=file,
+            name=None if preset.files else subset,
+            data_files=preset.files.get(subset or ""),
             split=split,
-            revision=commit or revision,
-            streaming=streamed,
+            revision=revision,
+            streaming=preset.streamed,
         )
     except Exception as error:  # five libraries raise here, each with exceptions of its own
         raise unreadable(path, error) from error
     if split is None:
-        rows = _only_split(path, rows)
-    return rows, commit
+        if len(rows) != 1:
+            raise UserError(
+                f"dataset {path!r} has the splits {', '.join(rows)}", "choose one with --split"
+            )
+        (rows,) = rows.values()
+    found = {"path": path, "subset": subset, "split": split, "revision": revision}
+    count = getattr(rows, "num_rows", None)  # of a stream nobody knows
+    return preset.name, (partial(_rows, rows, preset.name), lambda: count), found
+
+
+def _rows(rows: Iterable[dict], name: str) -> Iterator[tuple[str, dict]]:
+    try:
+        yield from numbered(rows, name)
+    except Exception as error:  # the network can fail at any row of a stream
+        raise unreadable(name, error) from error
 
 
 def unreadable(path: str, error: Exception) -> UserError:
     """What to tell the user when the hub or the network fails, in one line."""
-    kind = type(error).__name__
-    lines = str(error).strip().splitlines() or [""]
-    reason = lines[0].strip()[:160] or kind
-    if kind == "RepositoryNotFoundError":
-        reason = "the hub has no such dataset, or it is private or gated"
-    elif kind in ("ConnectError", "ConnectTimeout", "ReadTimeout"):
-        reason = f"the hub could not be reached: {reason}"
+    line = next(iter(str(error).strip().splitlines()), "")[:160]
     return UserError(
-        f"dataset {path!r} could not be read ({reason})",
+        f"dataset {path!r} could not be read ({type(error).__name__}: {line})",
         "check the id, --subset, --split and HF_TOKEN, or download it on a machine with network "
         "and pass a local JSONL or Parquet file",
     )
-
-
-def _commit(path: str, revision: str | None) -> str | None:
-    from huggingface_hub import HfApi, constants
-
-    expanded(constants.HF_HUB_CACHE)  # without a home folder it would be ./~
-    if constants.HF_HUB_OFFLINE:
-        return None
-    return HfApi().dataset_info(path, revision=revision, timeout=PROBE_SECONDS).sha
-
-
-def _only_split(path: str, splits: Mapping[str, Iterable[dict]]) -> Iterable[dict]:
-    if len(splits) != 1:
-        raise UserError(
-            f"dataset {path!r} has the splits {', '.join(splits)}", "choose one with --split"
-        )
-    return next(iter(splits.values()))

@@ -1,7 +1,6 @@
 """What cells of data files hold: gaps, JSON texts, and copies that JSON can hold."""
 
 import math
-from datetime import date
 from typing import Any
 
 from ia_mech.errors import UserError
@@ -54,15 +53,17 @@ def jsonable(value: Any, depth: int = 0) -> Any:
     """
     if depth > DEPTH:
         raise RecursionError(f"nested deeper than {DEPTH} levels")
+    if hasattr(value, "tolist"):  # of NumPy
+        value = value.tolist()
     if isinstance(value, dict):
         return {str(k): jsonable(v, depth + 1) for k, v in value.items() if not is_null(v)}
     if isinstance(value, list | tuple):
         return [jsonable(v, depth + 1) for v in value]
-    if isinstance(value, date):  # datetimes too
-        return value.isoformat()
     if is_null(value):
         return None
-    return value if isinstance(value, str | int | float | bool) else str(value)
+    if hasattr(value, "isoformat"):  # dates and times
+        return value.isoformat()
+    return value if isinstance(value, str | int | float) else str(value)
 
 
 def json_type(value: Any) -> str:

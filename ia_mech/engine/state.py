@@ -7,6 +7,7 @@ their left.
 """
 
 import copy
+import inspect
 from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,6 @@ from ia_mech.engine.memory import allowed
 from ia_mech.engine.passes import Pass, making
 from ia_mech.engine.shared import Borrowed, PrefixTable, SharedLayer, check_borrowed, held
 from ia_mech.errors import UserError
-from ia_mech.models.load import accepts
 
 CacheLayer = CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer
 RECURRENT = ("conv_states", "recurrent_states")
@@ -305,11 +305,12 @@ def forward(
             "leave such conversations out, or write fewer tokens",
         )
     arguments: dict[str, int | Tensor] = {}
-    if accepts(model, "logits_to_keep"):
+    accepted = inspect.signature(model.forward).parameters
+    if "logits_to_keep" in accepted:
         # Given as indices: told a number, Gemma 4 computes its last layers for those tokens alone.
         few = 0 < keep < ids.shape[1]
         arguments["logits_to_keep"] = torch.arange(-keep, 0) if few else 0
-    if accepts(model, "position_ids"):
+    if "position_ids" in accepted:
         arguments["position_ids"] = positions.clamp(min=0)
     with torch.inference_mode(not gradients), making(one):
         output = model(

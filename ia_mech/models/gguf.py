@@ -1,18 +1,14 @@
 """GGUF files: the configuration and the tokenizer that the file itself describes.
 
-``transformers`` reads what its mappings name and drops the rest without a word: scaled positions,
-windows, the width of a head. Here each key of the architecture and each tensor is passed on, known
-to change nothing, or refused by its name, before any weight is read.
+``transformers`` drops without a word what its mappings don't name: scaled positions, windows, the
+width of a head. Here each key of the architecture and each tensor is passed on, known to change
+nothing, or refused by its name, before any weight is read.
 """
 
-import copy
 import functools
-import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from gguf import GGUFReader
 from tokenizers import decoders, normalizers, pre_tokenizers
@@ -21,7 +17,6 @@ from transformers.integrations import GGUF_CONFIG_MAPPING
 from transformers.integrations.gguf import (
     GGUF_CONFIG_ARCHS,
     convert_gguf_tokenizer,
-    get_gguf_config,
     get_gguf_tokenizer,
     read_gguf_metadata,
 )
@@ -39,10 +34,10 @@ REMEDY = "give the model's folder or hub id instead of the GGUF file"
 MEANT = {
     "attention.key_length": "head_dim",
     "attention.value_length": "head_dim",
-    "attn_logit_softcapping": "attn_logit_softcapping",
-    "final_logit_softcapping": "final_logit_softcapping",
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
     "use_parallel_residual": "use_parallel_residual",
     "vocab_size": "vocab_size",
 }
@@ -53,15 +48,12 @@ HARMLESS = {
     "tensor_data_layout": "Meta AI original pth",
 }
 SIZES = ("context_length", "feed_forward_length")  # a wrong one shows in the tensors, or in nothing
-ROTATION = ("rope.freq_base", "rope.freq_base_swa", "rope.scale_linear")
-SCALES = "rope.scaling."
-# Keys of a kind of scaled positions, besides its factor and the length it was trained with.
-SCALING: dict[str, dict[str, str]] = {
-    "linear": {},
-    "yarn": {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"},
-    "longrope": {"attn_factor": "attention_factor"},
+FACTORS = {  # tensors of numbers by which frequencies are divided, as a configuration calls them
+    "rope_freqs.weight": ("short_factor", "long_factor"),
+    "rope_factors_short.weight": ("short_factor",),
+    "rope_factors_long.weight": ("long_factor",),
 }
-FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+GEMMA_27B = {"gemma2": 46, "gemma3_text": 62}  # their layers
 # llama.cpp's pre-tokenizers that transformers doesn't know: GPT-2's expression, and before it, for
 # some, each digit by itself.
 GPT2 = ("gpt-2", "phi-2", "jina-es", "jina-de", "gigachat", "a.x-4.0", "mellum", "olmo", "mpt")
@@ -71,38 +63,13 @@ COMPOSED = ("qwen2", "qwen35")  # an accent after its letter is the letter with 
 WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "tekken")
 
 
-class _Read(dict):
-    """A dictionary that remembers what was asked for."""
-
-    def __init__(self, known: Mapping[str, Any]) -> None:
-        super().__init__(known)
-        self.keys_read: set[str] = set()
-
-    def __getitem__(self, key: str) -> Any:
-        self.keys_read.add(key)
-        return super().__getitem__(key)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self.keys_read.add(key)
-        return super().get(key, default)
-
-
-def refuse_without_template(file: Path) -> None:
-    """Raise UserError for a file without a chat template, before anything slow is made of it."""
-    if "tokenizer.chat_template" not in read_gguf_metadata(str(file))[0]:
-        raise UserError(
-            f"{file.name} has no chat template",
-            "give one (--chat-template, chat_template=), or the file of an instruct model",
-        )
-
-
 def configuration(file: Path) -> PretrainedConfig:
     """The configuration that a GGUF file describes, whole.
 
     Raises:
         UserError: the file says something that can't be passed on.
     """
-    return copy.deepcopy(_configuration(file, file.stat().st_mtime_ns))
+    return _configuration(file, file.stat().st_mtime_ns)
 
 
 @functools.lru_cache(maxsize=1)  # with a large vocabulary transformers reads for 13 s
@@ -112,48 +79,48 @@ def _configuration(file: Path, _: int) -> PretrainedConfig:
     config = AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name)
     prefix = f"{architecture}."
     own = {k.removeprefix(prefix): v for k, v in metadata.items() if k.startswith(prefix)}
-    if architecture in GGUF_CONFIG_ARCHS:
-        read = _Read(metadata)
-        get_gguf_config(read, tensors)
-        done = {key.removeprefix(prefix) for key in read.keys_read}
+    if architecture in GGUF_CONFIG_ARCHS:  # these are read whole, but for scaled positions
+        done = {key for key in own if not key.startswith("rope.scal")}
     else:
         mappings: dict[str, Any] = GGUF_CONFIG_MAPPING
         known = mappings.get(architecture.replace("-", "_")) or mappings[config.model_type]
         done = {key for key, name in known.items() if name is not None}
-    for key in sorted(own.keys() - done - {*ROTATION}):
-        if not key.startswith(SCALES):
-            _pass_on(config, key, own[key])
-    _scale(config, own, _factors(file, tensors))
+    own = {key: own[key] for key in sorted(own) if key not in done - {"rope.freq_base"}}
+    rope = {key: own.pop(key) for key in [*own] if key.startswith("rope.")}
+    for key, value in own.items():
+        _pass_on(config, key, value)
+    factors = {}
+    if not FACTORS.keys().isdisjoint(tensors):
+        found = (one for one in GGUFReader(file).tensors if one.name in FACTORS)
+        factors = {name: one.data.tolist() for one in found for name in FACTORS[one.name]}
+    if rope or factors:
+        _rotate(config, rope, factors)
     for name in ("bos", "eos", "padding"):  # not those that other models of this kind have
         if f"tokenizer.ggml.{name}_token_id" not in metadata:
             setattr(config, f"{name.removesuffix('ding')}_token_id", None)
-    if config.model_type in ("gemma2", "gemma3_text"):  # as llama.cpp tells the 27B models
-        large = config.num_hidden_layers == {"gemma2": 46, "gemma3_text": 62}[config.model_type]
+    if layers := GEMMA_27B.get(config.model_type):  # llama.cpp tells them apart by their layers
         width = config.hidden_size // config.num_attention_heads
+        large = config.num_hidden_layers == layers
         config.query_pre_attn_scalar = width if large else config.head_dim
     if architecture not in GGUF_CONFIG_ARCHS:
-        _refuse_tensors(config, architecture, {*tensors} - {*FACTORS})
+        _refuse_tensors(config, architecture, tensors)
     return config
+
+
+def _width(config: PretrainedConfig) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def _pass_on(config: PretrainedConfig, key: str, value: Any) -> None:
     """Set in a configuration what a key says, unless it says so already; or refuse the key."""
-    width = getattr(config, "head_dim", None)
-    width = width or config.hidden_size // config.num_attention_heads
     name = MEANT.get(key)
-    if name == "head_dim" and value == width:
+    if name == "head_dim" and value == _width(config):
         return
     if name is not None and hasattr(config, name):
         setattr(config, name, value)
-    elif key == "rope.dimension_count":
-        rotation = _rotation(config)
-        if value != int(width * rotation.get("partial_rotary_factor", 1.0)):
-            if "partial_rotary_factor" not in rotation:
-                raise _refusal(key, value)
-            rotation["partial_rotary_factor"] = value / width
     elif key == "attention.sliding_window" and config.model_type == "phi3":
         config.sliding_window = value or None
-    elif not (key in SIZES or (key in HARMLESS and HARMLESS[key] == value)):
+    elif key not in SIZES and not (key in HARMLESS and HARMLESS[key] == value):
         raise _refusal(key, value)
 
 
@@ -161,103 +128,76 @@ def _refusal(key: str, value: Any) -> UserError:
     return UserError(f"the GGUF file says {key} = {str(value)[:40]}, which can't be kept", REMEDY)
 
 
-def _rotation(config: PretrainedConfig) -> dict[str, Any]:
-    """How a configuration rotates positions; in layers without a window, where they differ."""
-    return config.rope_parameters.get("full_attention", config.rope_parameters)
+def _rotate(config: PretrainedConfig, rope: dict[str, Any], factors: dict[str, Any]) -> None:
+    """Set how positions are rotated, as a file's keys and factors say; keys are used up.
 
-
-def _factors(file: Path, tensors: tuple[str, ...]) -> dict[str, list[float]]:
-    """By how much a file divides each frequency, by the name of the tensor that says so."""
-    if not {*tensors} & {*FACTORS}:
-        return {}
-    found = {one.name: one for one in GGUFReader(file).tensors if one.name in FACTORS}
-    return {name: one.data.astype(np.float64).tolist() for name, one in found.items()}
-
-
-def _scale(config: PretrainedConfig, own: dict[str, Any], factors: dict[str, list[float]]) -> None:
-    """Set how positions are scaled.
+    ``transformers`` takes any factors, Llama 3's too, as ``longrope``'s.
 
     Raises:
-        UserError: they are scaled in a way that isn't known here.
+        UserError: positions are scaled in a way that isn't known here.
     """
-    if "rope.freq_base" in own:
-        _rotation(config)["rope_theta"] = own["rope.freq_base"]
-    if "rope.freq_base_swa" in own:
-        if "sliding_attention" not in config.rope_parameters:
-            raise _refusal("rope.freq_base_swa", own["rope.freq_base_swa"])
-        config.rope_parameters["sliding_attention"]["rope_theta"] = own["rope.freq_base_swa"]
-    kind = own.get("rope.scaling.type", "linear")  # llama.cpp's default
-    factor = own.get("rope.scaling.factor") or own.get("rope.scale_linear") or 1.0
-    length = own.get("rope.scaling.original_context_length", config.max_position_embeddings)
-    if FACTORS[0] in factors:
-        kind, made = "llama3", _of_frequencies(config, factors[FACTORS[0]])
-    elif factors:
-        made = {"short_factor": factors.get(FACTORS[1]), "long_factor": factors.get(FACTORS[2])}
-        kind, made = "longrope", {**made, "original_max_position_embeddings": length}
+    full = config.rope_parameters.get("full_attention", config.rope_parameters)
+    if "rope.freq_base" in rope:
+        full["rope_theta"] = rope.pop("rope.freq_base")
+    if "rope.freq_base_swa" in rope and "sliding_attention" in config.rope_parameters:
+        sliding = config.rope_parameters["sliding_attention"]
+        sliding["rope_theta"] = rope.pop("rope.freq_base_swa")
+    if "rope.dimension_count" in rope and "partial_rotary_factor" in full:
+        full["partial_rotary_factor"] = rope.pop("rope.dimension_count") / _width(config)
+    elif rope.get("rope.dimension_count") == _width(config):
+        del rope["rope.dimension_count"]
+    kind = rope.pop("rope.scaling.type", "linear")  # llama.cpp's default
+    factor = rope.pop("rope.scaling.factor", 0) or rope.pop("rope.scale_linear", 0) or 1.0
+    length = rope.pop("rope.scaling.original_context_length", config.max_position_embeddings)
+    rope.pop("rope.scaling.finetuned", None)  # changes nothing
+    if kind == "none":
+        kind, factor = "linear", 1.0
+    if factors and kind in ("linear", "longrope"):
+        scaled = {name: [factor * one for one in each] for name, each in factors.items()}
+        full |= {"rope_type": "longrope", "factor": 1.0, **scaled}
+        full["attention_factor"] = rope.pop("rope.scaling.attn_factor", 1.0)
+        full["original_max_position_embeddings"] = length
         if hasattr(config, "original_max_position_embeddings"):  # Phi-3's stands by itself
             config.original_max_position_embeddings = length
-    elif kind == "yarn":
-        made = {"factor": factor, "original_max_position_embeddings": length}
+    elif kind == "yarn" and not factors:
+        full |= {"rope_type": kind, "factor": factor, "original_max_position_embeddings": length}
+        for name in ("beta_fast", "beta_slow"):
+            if (key := f"rope.scaling.yarn_{name}") in rope:
+                full[name] = rope.pop(key)
     elif kind == "linear":
-        made = {"factor": factor}
-    elif kind == "none":
-        return
+        full |= {"rope_type": kind, "factor": factor} if factor != 1 else {}
     else:
         raise _refusal("rope.scaling.type", kind)
-    names = SCALING.get(kind, {})
-    plain = ("type", "factor", "original_context_length", "finetuned")
-    for key in (key for key in own if key.startswith(SCALES)):
-        short = key.removeprefix(SCALES)
-        if short in names:
-            made[names[short]] = own[key]
-        elif short not in plain:
-            raise _refusal(key, own[key])
-    if (kind, factor) != ("linear", 1):
-        _rotation(config).update({"rope_type": kind, **made})
+    for key, value in rope.items():
+        raise _refusal(key, value)
 
 
-def _of_frequencies(config: PretrainedConfig, factors: list[float]) -> dict[str, Any]:
-    """Llama 3's scaling, of the factors that a file has in its place.
-
-    Raises:
-        UserError: these factors follow from no such scaling.
-    """
-    theta, count = _rotation(config)["rope_theta"], len(factors)
-    largest, length = max(factors), 8192  # the only length that Llama 3 was trained with
-    for factor, index in zip(factors, range(count), strict=True):
-        turns = length / (2 * math.pi * theta ** (index / count))
-        share = min(max((turns - 1) / 3, 0), 1)
-        if not math.isclose(factor, 1 / ((1 - share) / largest + share), rel_tol=1e-4):
-            raise _refusal(FACTORS[0], [round(one, 3) for one in factors])
-    return {
-        "factor": largest,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": length,
-    }
-
-
-def _refuse_tensors(config: PretrainedConfig, architecture: str, tensors: set[str]) -> None:
-    """Raise for tensors that have no place in the model."""
+def _refuse_tensors(config: PretrainedConfig, architecture: str, tensors: tuple[str, ...]) -> None:
+    """Raise UserError for tensors that have no place in the model."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
-    placed = get_gguf_hf_weights_map(model, processor)
-    left = sorted(n for n in tensors if not {n, n.removesuffix(".weight")} & placed.keys())
-    if left := [name for name in left if name != "output.weight"]:
+    placed = {*get_gguf_hf_weights_map(model, processor), *FACTORS, "output.weight"}
+    if left := sorted(n for n in tensors if not {n, n.removesuffix(".weight")} & placed):
         raise UserError(
             f"{len(left)} tensors of the GGUF file have no place in the model, such as {left[0]}",
             REMEDY,
         )
 
 
-def tokenizer(file: Path) -> PreTrainedTokenizerFast:
+def tokenizer(file: Path, needs_template: bool = False) -> PreTrainedTokenizerFast:
     """The tokenizer that a GGUF file describes, whatever stands beside the file.
 
     Raises:
-        UserError: how the file cuts text isn't known here.
+        UserError: how the file cuts text isn't known here; or the file has no chat template, and
+            one is needed.
     """
     architecture, described, settings = get_gguf_tokenizer(str(file))
+    if needs_template and not settings.get("chat_template"):  # what follows takes a while
+        raise UserError(
+            f"{file.name} has no chat template",
+            "give one (--chat-template, chat_template=), or the file of an instruct model",
+        )
     backend, _ = convert_gguf_tokenizer(architecture, described)
     if described["tokenizer_type"] == "gpt2":
         kind = described.get("pre_tokenizer_type")

@@ -4,9 +4,8 @@ import contextlib
 import functools
 import hashlib
 import importlib.util
-import inspect
 import json
-import logging
+import logging.handlers
 import os
 import re
 import sys
@@ -46,7 +45,7 @@ ADAPTER = "adapter_config.json"
 CHAT = "chat_template.json"
 FETCHING = ("revision", "local_files_only")
 LFS = b"version https://git-lfs"  # stands in place of a file that git-lfs hasn't fetched
-MISTRAL = "fix_mistral_regex"  # mends tokenizers that were published with a wrong expression
+MISTRAL = "fix_mistral_regex"  # mends Mistral's tokenizers that have a wrong expression
 REPORTED = "LOAD REPORT"  # transformers' table of weights that are missing or not used
 ROUTED = "ia_mech_"  # stands before the name of an installed model's attention implementation
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -61,8 +60,7 @@ class ModelSpec:
     leaves the choice to ``transformers``: sdpa, or eager where the architecture lacks it.
     ``adapter`` is a folder with a PEFT adapter, which is merged into the weights. ``device_map``
     ``auto`` distributes the model over this machine's GPUs, memory and disk. ``random_blocks`` is
-    the seed with which all blocks are shuffled, see :func:`permute_blocks`. ``chat_template`` is
-    the text of one that stands in place of the tokenizer's own.
+    the seed with which all blocks are shuffled, see :func:`permute_blocks`.
     """
 
     name: str = embedded.NAME
@@ -74,16 +72,11 @@ class ModelSpec:
     adapter: str | None = None
     device_map: str | None = None
     random_blocks: int | None = None
-    chat_template: str | None = None
 
     def __post_init__(self) -> None:
-        excluded = {
-            "--device": self.device != "auto",
-            "--adapter": self.adapter is not None,
-            "--random-blocks": self.random_blocks is not None,
-        }
-        for flag, given in excluded.items():
-            if self.device_map and given:
+        for name, default in (("device", "auto"), ("adapter", None), ("random_blocks", None)):
+            if self.device_map and getattr(self, name) != default:
+                flag = f"--{name.replace('_', '-')}"
                 raise UserError(f"--device-map can't be used with {flag}", "leave one of them out")
 
 
@@ -140,8 +133,7 @@ def text_config(config: Any) -> Any:
 def context_limit(config) -> int | None:
     """The longest sequence that the model takes, in tokens; None if that isn't configured."""
     configured = getattr(text_config(config), "max_position_embeddings", None)
-    border = rotation_border(config)
-    return configured if border is None else border
+    return rotation_border(config) or configured
 
 
 def rotation_border(config) -> int | None:
@@ -194,18 +186,15 @@ def resolve_device(device: str) -> torch.device:
     Raises UserError for a device that this machine lacks."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    named = re.fullmatch(r"cpu|cuda(?::([0-9]+))?", device)
-    if named is None:
+    if not re.fullmatch(r"cpu|cuda(:[0-9]+)?", device):
         raise UserError(f"--device {device!r} is not a device", "use auto, cpu, cuda or cuda:N")
-    kind, index = device.partition(":")[0], named[1]
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise UserError("no CUDA device is available here", "use --device cpu")
-    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+    made, count = torch.device(device), torch.cuda.device_count()
+    if made.type == "cuda" and (made.index or 0) >= count:
         raise UserError(
-            f"--device {device}: this machine has {torch.cuda.device_count()} CUDA device(s)",
-            "name one of cuda:0 …",
+            f"--device {device}: this machine has {count} CUDA device(s)",
+            "use --device cpu" if not count else "name one of cuda:0 …",
         )
-    return torch.device(device)
+    return made
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
@@ -221,56 +210,45 @@ def stored_dtype(config) -> torch.dtype:
     return dtype if isinstance(dtype, torch.dtype) else DTYPES.get(str(dtype), torch.float32)
 
 
-def load_tokenizer_and_config(spec: ModelSpec, fetch: bool = True) -> tuple[Any, Any]:
-    """The first two of :func:`load_files`."""
-    return load_files(spec, fetch)[:2]
-
-
-def load_files(spec: ModelSpec, fetch: bool = True) -> ModelFiles:
+def load_files(spec: ModelSpec, fetch: bool = True, needs_template: bool = False) -> ModelFiles:
     """What a model has beside its weights. Without ``fetch`` nothing is downloaded: the model has
-    to be on this machine.
+    to be on this machine. With ``needs_template`` a GGUF file without a chat template is refused
+    before the rest of it is read, which takes a while.
 
     Raises:
         UserError: the model cannot be found or read.
     """
-    place, kwargs = _locate(spec, fetch)
+    return _files(spec, *_locate(spec, fetch), needs_template)
+
+
+def _files(
+    spec: ModelSpec, place: str, kwargs: dict[str, Any], needs_template: bool = False
+) -> ModelFiles:
     _check_adapter(spec)
+    tokenizer: Any
     with _errors_in_one_line(spec):
-        if spec.chat_template is None and "gguf_file" in kwargs:
-            gguf.refuse_without_template(Path(place) / kwargs["gguf_file"])
-        tokenizer, config = _tokenizer(spec, place, kwargs), _configuration(place, kwargs)
-        generation_config = GenerationConfig.from_model_config(config)
-        if "gguf_file" not in kwargs:
-            with contextlib.suppress(OSError):  # most folders hold one, as the loaded model has it
-                known = {name: kwargs[name] for name in kwargs if name != "trust_remote_code"}
-                generation_config = GenerationConfig.from_pretrained(place, **known)
+        if "gguf_file" in kwargs:
+            path = Path(place) / kwargs["gguf_file"]
+            tokenizer, config = gguf.tokenizer(path, needs_template), gguf.configuration(path)
+            generation_config = GenerationConfig.from_model_config(config)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(place, **kwargs, **{MISTRAL: True})
+            if getattr(getattr(tokenizer, "backend_tokenizer", None), MISTRAL, False):
+                _note(f"{spec.name}'s tokenizer cuts words wrongly; it is mended ({MISTRAL}=True)")
+            config = AutoConfig.from_pretrained(place, **kwargs)
+            asked = {name: value for name, value in kwargs.items() if name in FETCHING}
+            if not tokenizer.chat_template:  # transformers reads this file for processors alone
+                file = cached_file(
+                    place, CHAT, _raise_exceptions_for_missing_entries=False, **asked
+                )
+                if file is not None:
+                    tokenizer.chat_template = json.loads(Path(file).read_text())["chat_template"]
+            try:
+                generation_config = GenerationConfig.from_pretrained(place, **asked)
+            except OSError:  # few folders hold none; the loaded model then has this one
+                generation_config = GenerationConfig.from_model_config(config)
     dequantization(spec.name, config)
     return ModelFiles(tokenizer, config, generation_config)
-
-
-def _tokenizer(spec: ModelSpec, place: str, kwargs: dict[str, Any]):
-    tokenizer: Any
-    if "gguf_file" in kwargs:
-        tokenizer = gguf.tokenizer(Path(place) / kwargs["gguf_file"])
-    else:
-        with _heard() as warned:
-            tokenizer = AutoTokenizer.from_pretrained(place, **kwargs)
-        if any(MISTRAL in one for one in warned):
-            _note(f"{spec.name}'s tokenizer cuts words wrongly; it is mended ({MISTRAL}=True)")
-            tokenizer = AutoTokenizer.from_pretrained(place, **kwargs, **{MISTRAL: True})
-        if not tokenizer.chat_template:  # transformers reads this file for processors alone
-            asked = {name: value for name, value in kwargs.items() if name in FETCHING}
-            file = cached_file(place, CHAT, _raise_exceptions_for_missing_entries=False, **asked)
-            tokenizer.chat_template = file and json.loads(Path(file).read_text())["chat_template"]
-    if spec.chat_template is not None:
-        tokenizer.chat_template = spec.chat_template
-    return tokenizer
-
-
-def _configuration(place: str, kwargs: dict[str, Any]):
-    if "gguf_file" in kwargs:
-        return gguf.configuration(Path(place) / kwargs["gguf_file"])
-    return AutoConfig.from_pretrained(place, **kwargs)
 
 
 _kept: ContextVar[dict[ModelSpec, Subject] | None] = ContextVar("kept", default=None)
@@ -307,40 +285,31 @@ def _load(spec: ModelSpec) -> Subject:
         UserError: unknown model or device, a model that isn't a causal language model, a checkpoint
             that lacks weights, a device with too little memory, or an adapter that can't be merged.
     """
-    _refuse_other_defaults()
+    if torch.get_default_dtype() != torch.float32:
+        raise UserError(
+            f"torch's default dtype is {torch.get_default_dtype()}",
+            "call torch.set_default_dtype(torch.float32) before; dtype= is of the model alone",
+        )
+    if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
+        raise UserError("torch.autocast is on", "leave the with block; give the model's dtype=")
     device = resolve_device(spec.device)
     dtype = resolve_dtype(spec.dtype, device)
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     place, kwargs = _locate(spec)
-    _check_adapter(spec)
-    with _errors_in_one_line(spec):
-        tokenizer = _tokenizer(spec, place, kwargs)
-    options: dict[str, Any] = {}
+    tokenizer, config, _ = _files(spec, place, kwargs)
+    options = {"config": config, "dtype": dtype, "output_loading_info": True}
+    options |= dequantization(spec.name, config)
     if spec.device_map or device.type != "cpu":  # read straight to the device
         options["device_map"] = spec.device_map or {"": str(device)}
     if spec.attention != "auto":
         options["attn_implementation"] = spec.attention
+    # transformers counts some models that read images among causal language models.
+    kind, auto = type(config), cast(Any, AutoModelForCausalLM)
+    if kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        auto = AutoModelForImageTextToText
     with _errors_in_one_line(spec):
-        config = _configuration(place, kwargs)
-        kind = type(config)
-        options |= dequantization(spec.name, config)
-        # transformers counts some models that read images among causal language models.
-        reads_images = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-        if reads_images and kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
-            auto: Any = AutoModelForImageTextToText
-        else:
-            auto = AutoModelForCausalLM
-        # With output_loading_info, from_pretrained returns a pair, which its annotation leaves out.
-        loaded: Any = auto.from_pretrained(
-            place,
-            config=config,
-            dtype=dtype,
-            output_loading_info=True,
-            **options,
-            **kwargs,
-        )
-        model, report = loaded
+        model, report = auto.from_pretrained(place, **options, **kwargs)
         model = model.eval().requires_grad_(False)
     if model.device.type == "meta":
         raise UserError(
@@ -353,26 +322,12 @@ def _load(spec: ModelSpec) -> Subject:
             "give a checkpoint of a whole causal language model",
         )
     if unused := sorted(report["unexpected_keys"]):
-        print(
-            f"note: weights of {spec.name} are not used ({len(unused)}, such as {unused[0]})",
-            file=sys.stderr,
-        )
+        _note(f"weights of {spec.name} are not used ({len(unused)}, such as {unused[0]})")
     if spec.adapter is not None:
         model = _merge_adapter(spec, model)
     if spec.random_blocks is not None:
         permute_blocks(model, spec.random_blocks)
     return Subject(spec, model, tokenizer, weights_hash(model))
-
-
-def _refuse_other_defaults() -> None:
-    """Raise UserError where torch is told to compute in another precision than asked for here."""
-    if torch.get_default_dtype() != torch.float32:
-        raise UserError(
-            f"torch's default dtype is {torch.get_default_dtype()}",
-            "call torch.set_default_dtype(torch.float32) before; dtype= is of the model alone",
-        )
-    if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
-        raise UserError("torch.autocast is on", "leave the with block; give the model's dtype=")
 
 
 @torch.no_grad()
@@ -452,22 +407,21 @@ def recall(settings: Mapping[str, Any], weights_hash: str) -> ModelSpec:
     folder's name; :func:`remember` has noted the whole path under the hash of the weights. Where
     no folder of that name is left, it is another folder that was noted."""
     known = {f.name: settings[f.name] for f in fields(ModelSpec) if f.name in settings}
-    spec = ModelSpec(**{**known, "name": settings["model"]})
+    known["name"] = settings["model"]
     notes = sorted(_places(weights_hash).glob("*"), key=lambda note: note.stat().st_mtime_ns)
     places = [note.read_text() for note in reversed(notes)]  # the last used folder first
+    there = [one for one in places if Path(one).exists()]
     for field in ("name", "adapter"):
-        recorded = getattr(spec, field)
+        recorded = known.get(field)
         if recorded is None or recorded in embedded.MODELS:
             continue
-        there = [one for one in places if Path(one).exists()]
         # A hub's author/model isn't the local folder of that name.
         named = [one for one in there if one.endswith(f"/{recorded}")]
-        if "/" not in recorded and spec.revision is None:  # of the same weights: it was renamed
+        if "/" not in recorded and known.get("revision") is None:  # of the same weights: renamed
             adapts = field == "adapter"
             named += [one for one in there if (Path(one) / ADAPTER).is_file() == adapts]
-        if named:
-            spec = replace(spec, **cast(dict[str, Any], {field: named[0]}))
-    return spec
+        known[field] = (named or [recorded])[0]
+    return ModelSpec(**known)
 
 
 def _places(weights_hash: str) -> Path:
@@ -489,7 +443,7 @@ def _identifier(name: str, revision: str | None) -> tuple[str, str]:
     path = expanded(name).resolve()
     snapshot = re.search(r"/models--([^/]+)--([^/]+)/snapshots/([^/]+)", str(path))
     for model in embedded.MODELS.values():
-        if name.lower() in (model.name, model.original.lower()) or path.name == model.folder:
+        if name.lower() in (model.name, str(model.original).lower()) or path.name == model.folder:
             return model.name, "main"
     if snapshot:
         return f"{snapshot[1]}/{snapshot[2]}".lower(), revision or snapshot[3]
@@ -532,60 +486,26 @@ def whole_weight(module: torch.nn.Module, name: str) -> torch.Tensor:
         return getattr(module, name).detach()
 
 
-def accepts(model: PreTrainedModel, argument: str) -> bool:
-    """Whether the model's ``forward`` names this argument."""
-    return argument in inspect.signature(model.forward).parameters
-
-
 def _locate(spec: ModelSpec, fetch: bool = True) -> tuple[str, dict]:
     """The place for ``from_pretrained`` and its keyword arguments."""
     kwargs = {"trust_remote_code": spec.trust_remote_code}
-    if spec.name in embedded.MODELS:
-        _refuse_revision(spec)
-        return str(embedded.directory(spec.name, fetch)), kwargs
     embedded.refuse_missing_model(spec.name)
     path = expanded(spec.name)
+    if spec.revision is not None and (spec.name in embedded.MODELS or path.exists()):
+        raise UserError(
+            f"--revision {spec.revision}: {spec.name} is not a model of the hub",
+            "leave --revision out",
+        )
+    if spec.name in embedded.MODELS:
+        return str(embedded.directory(spec.name, fetch)), kwargs
     if path.suffix.lower() == ".gguf":
-        _refuse_revision(spec)
-        _refuse_pointers([path])
         return str(path.parent), kwargs | {"gguf_file": path.name}
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            remedy = "give a directory written by save_pretrained"
-            if (path / ADAPTER).is_file():
-                remedy = f"it is an adapter: give --adapter {path}, and its base model to --model"
-            raise UserError(f"{path} holds no config.json", remedy)
-        _refuse_revision(spec)
-        _refuse_incomplete(path)
         return str(path), kwargs
     # Without the hub, from_pretrained retries for most of a minute and prints a line each time;
     # with local_files_only it looks into the local cache at once.
     kwargs["local_files_only"] = not (fetch and _hub_answers(spec.name))
     return spec.name, kwargs | {"revision": spec.revision or "main"}
-
-
-def _refuse_pointers(files: Iterable[Path]) -> None:
-    small = [file for file in files if file.is_file() and file.stat().st_size < 1000]
-    if pointers := sorted(file for file in small if file.read_bytes().startswith(LFS)):
-        raise UserError(
-            f"{pointers[0]} is a git-lfs pointer, not the file ({len(pointers)} such files)",
-            "fetch the files: git lfs pull, in that folder",
-        )
-
-
-def _refuse_incomplete(folder: Path) -> None:
-    """Raise UserError for a folder in which files are missing, or not fetched by git-lfs."""
-    files = {file.name: file for file in folder.iterdir() if file.is_file()}
-    _refuse_pointers(files.values())
-    for index in (files[name] for name in files if name.endswith(".index.json")):
-        with contextlib.suppress(ValueError, TypeError, AttributeError):  # loading tells of it
-            listed = {*json.loads(index.read_text())["weight_map"].values()}
-            if lacking := sorted(listed - files.keys()):
-                raise UserError(
-                    f"{folder} lacks {len(lacking)} of {len(listed)} files of weights, such as "
-                    f"{lacking[0]}",
-                    "copy or download the folder again",
-                )
 
 
 def _hub_answers(name: str) -> bool:
@@ -601,39 +521,6 @@ def _hub_answers(name: str) -> bool:
     return True
 
 
-def _refuse_revision(spec: ModelSpec) -> None:
-    if spec.revision is not None:
-        raise UserError(
-            f"--revision {spec.revision}: {spec.name} is not a model of the hub",
-            "leave --revision out",
-        )
-
-
-class _Ear(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.heard: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.heard.append(" ".join(record.getMessage().split()))
-
-
-@contextmanager
-def _heard() -> Iterator[list[str]]:
-    """While it lasts, what ``transformers`` warns of is kept in the list, and printed nowhere."""
-    logger, ear = logging.getLogger("transformers"), _Ear()
-    before = logger.handlers, logger.propagate, logger.level
-    logger.handlers, logger.propagate = [ear], False
-    logger.setLevel(logging.WARNING)
-    try:
-        yield ear.heard
-    finally:
-        logger.handlers, logger.propagate = before[:2]
-        logger.setLevel(before[2])
-
-
 @functools.cache  # once, however often a model is read
 def _note(text: str) -> None:
     print(f"note: {text}", file=sys.stderr)
@@ -645,38 +532,44 @@ def _errors_in_one_line(spec: ModelSpec) -> Iterator[None]:
     and show what it warns of, a line each."""
     progress = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
+    logger, warned = logging.getLogger("transformers"), logging.handlers.BufferingHandler(10_000)
+    before, level = (logger.handlers, logger.propagate), logger.level
+    logger.handlers, logger.propagate = [warned], False
+    logger.setLevel(logging.WARNING)
     try:
-        with _heard() as warned:
-            yield
-        for one in warned:
-            if REPORTED not in one:
-                _note(f"transformers says of {spec.name}: {one[:200]}")
+        yield
     except Exception as error:  # transformers, safetensors, gguf and the hub raise their own
         if isinstance(error, UserError) or (exhaustion(error) and not is_out_of_memory(error)):
             raise
-        if is_out_of_memory(error):
-            raise UserError(
-                f"model {spec.name!r} doesn't fit into the memory of the device",
-                "use --dtype bfloat16, a smaller model, or another --device",
-            ) from error
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        own = "trust_remote_code" in str(error) and not spec.trust_remote_code
-        trust = "if you trust its code: --trust-remote-code (trust_remote_code=True)"
-        raise UserError(
-            f"model {spec.name!r} could not be loaded ({reason[:200]})",
-            trust if own else _remedy(spec),
-        ) from error
+        problem = f"model {spec.name!r} could not be loaded ({reason[:200]})"
+        raise UserError(problem, _remedy(spec, error)) from error
     finally:
+        logger.handlers, logger.propagate = before
+        logger.setLevel(level)
         if progress:
             transformers_logging.enable_progress_bar()
+    for one in warned.buffer:
+        text = " ".join(one.getMessage().split())
+        if REPORTED not in text:
+            _note(f"transformers says of {spec.name}: {text[:200]}")
 
 
-def _remedy(spec: ModelSpec) -> str:
-    if spec.name in embedded.MODELS and spec.attention != "auto":
-        return "leave out --attention"
-    if spec.name in embedded.MODELS:
-        return f"remove {embedded.directory(spec.name)}, so that the next command makes it again"
+def _remedy(spec: ModelSpec, error: Exception) -> str:
+    if is_out_of_memory(error):
+        return "use --dtype bfloat16, a smaller model, or another --device"
+    path = expanded(spec.name)
+    for file in [path] if path.is_file() else path.glob("*"):
+        if file.is_file() and file.stat().st_size < 1000 and file.read_bytes().startswith(LFS):
+            return f"{file} is a git-lfs pointer: fetch the files, with git lfs pull in that folder"
+    if (path / ADAPTER).is_file() and not (path / "config.json").is_file():
+        return f"it is an adapter: give --adapter {path}, and its base model to --model"
+    if "trust_remote_code" in str(error) and not spec.trust_remote_code:
+        return "if you trust its code: --trust-remote-code (trust_remote_code=True)"
     attention = "leave out --attention, or " if spec.attention != "auto" else ""
+    if spec.name in embedded.MODELS:
+        folder = embedded.directory(spec.name)
+        return f"{attention}remove {folder}, so that the next command makes it again"
     return (
         f"{attention}name {' or '.join(embedded.MODELS)} (embedded), a complete local "
         "directory, a GGUF file, or a hub id that this machine can reach (HF_TOKEN for gated ones)"

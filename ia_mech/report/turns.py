@@ -12,7 +12,7 @@ import pandas as pd
 from ia_mech.errors import UserError
 from ia_mech.judge.decoys import DECOY_KINDS
 from ia_mech.judge.rubric import FOLLOW_UP, NAMES, heading, rubric_of
-from ia_mech.models.load import load_tokenizer_and_config, recall
+from ia_mech.models.load import load_files, recall
 from ia_mech.page import packed
 from ia_mech.rates.evidence import DEPENDENT, table_of_run
 from ia_mech.run import Run
@@ -233,7 +233,7 @@ def _piece(run: Run) -> Piece | None:
     machine: it is not fetched, so that a page can be made without the model."""
     try:
         spec = recall(run.settings, run.model["weights_hash"])
-        tokenizer, _ = load_tokenizer_and_config(spec, fetch=False)
+        tokenizer = load_files(spec, fetch=False).tokenizer
     except UserError:
         return None
     return cache(lambda token: tokenizer.decode([token], clean_up_tokenization_spaces=False))

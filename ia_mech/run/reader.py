@@ -554,7 +554,7 @@ class Run:
     def _tokenizer(self) -> Any:
         loading = import_module("ia_mech.models.load")  # named as text: a run is read without it
         spec = loading.recall(self.settings, self.model["weights_hash"])
-        return loading.load_tokenizer_and_config(spec)[0]
+        return loading.load_files(spec).tokenizer
 
     def tokenizer(self) -> Any:
         """The model's tokenizer, as transformers has it.

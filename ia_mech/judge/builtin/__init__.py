@@ -17,7 +17,7 @@ import numpy as np
 
 from ia_mech.judge.builtin.features import evidence, form, relations, settled, spoken
 from ia_mech.judge.rubric import FOLLOW_UP, VERSION, heading
-from ia_mech.judge.verdict import Item, Judge, Verdict, identity_hash
+from ia_mech.judge.verdict import Item, Judge, Verdict
 from ia_mech.models import embedded
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class BuiltInJudge(Judge):
         arrays, digest = _shipped()
         self._classifier, self._fitted = Classifier(arrays), {*arrays["items"].tolist()}
         self._kept: dict[str, Text] = {}
-        encoder = identity_hash(dict(embedded.ENCODER.members))
+        encoder = embedded.ENCODER.sha256
         self.identity = {"kind": NAME, "rubric": VERSION, "model": digest, "encoder": encoder}
 
     @cached_property
