@@ -168,10 +168,11 @@ def _refuse_other_settings(settings: Settings, out: Path) -> None:
     """Refuse to go on with a run of other settings at once; a plan compares all else."""
     if not (out / cli.RUN).is_file():
         return
-    from ia_mech.run.integrity import read_record, without_folders
+    from ia_mech.run import Run
+    from ia_mech.run.integrity import without_folders
     from ia_mech.run.writer import refuse_another
 
-    there, wanted = read_record(out)[0], settings.to_dict()
+    there, wanted = Run(out).record, settings.to_dict()
     if settings.batch_rows is None:  # it depends on the device
         wanted["batch_rows"] = there["identity"]["settings"]["batch_rows"]
     refuse_another(out, there, {"identity": without_folders({"settings": wanted})}, flag_of)

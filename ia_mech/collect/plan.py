@@ -31,7 +31,7 @@ from ia_mech.models.load import (
     resolve_device,
     text_config,
 )
-from ia_mech.run import integrity, layout
+from ia_mech.run import Run, integrity, layout
 from ia_mech.run.writer import refuse_another
 from ia_mech.settings import Settings, flag_of
 from ia_mech.steering import SteeringVector
@@ -122,7 +122,7 @@ class Plan:
         self.parts = plan_parts(self.settings, self.device.type, written)
         self.identity = self._identity()
         if (out / layout.RUN).is_file():
-            refuse_another(out, integrity.read_record(out)[0], self.record, flag_of)
+            refuse_another(out, Run(out).record, self.record, flag_of)
 
     def render(self, conversation: Conversation) -> Rendered:
         """A conversation's context, and its real follow-up.

@@ -55,7 +55,10 @@ class Run:
         self.sessions: list[dict[str, Any]] = []
         self._parts: dict[tuple[str, str], dict[str, Any]] = {}  # by kind and name
         for file in sorted((self.path / layout.MANIFESTS).glob("*.json")):
-            part = integrity.read_manifest(file, digest)
+            try:
+                part = integrity.read_manifest(file, digest)
+            except FileNotFoundError:  # a link to nowhere, or removed at this moment
+                continue
             self._parts[part["kind"], part["name"]] = part
             if part["session"] not in self.sessions:
                 self.sessions.append(part["session"])

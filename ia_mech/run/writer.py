@@ -94,7 +94,7 @@ class RunWriter:
         """
         run, problems = Run(self.path), []
         done = [part for part in run.parts(kind) if part["name"] in names]
-        self._refuse_lost_folders([Path(file) for part in done for file in part["files"]])
+        self._refuse_lost_folders(done)
         for part in done:
             files = part["files"]
             hashed = files if run.complete else layout.texts_of(files)
@@ -104,13 +104,14 @@ class RunWriter:
                 problems.append(f"part {part['name']} of the {kind} is damaged: {problem}")
         return problems
 
-    def _refuse_lost_folders(self, files: Collection[Path]) -> None:
+    def _refuse_lost_folders(self, done: list[dict[str, Any]]) -> None:
+        files = [self.path / file for part in done for file in part["files"]]
         for folder in sorted({file.parent for file in files}):
             own = [file for file in files if file.parent == folder]
-            there = (self.path / folder).is_dir()
-            if not there or (len(own) > 1 and not any((self.path / f).exists() for f in own)):
+            several = len(own) > 1 or (len(done) == 1 and not folder.is_dir())  # not one bad part
+            if several and not any(file.exists() for file in own):
                 raise UserError(
-                    f"{self.path / folder} lacks all {len(own)} files that were written there",
+                    f"{folder} lacks all {len(own)} files that were written there",
                     "mount its disk or bring the files back; or remove "
                     f"{self.path / layout.MANIFESTS}, and the whole run is computed again",
                 )
