@@ -113,15 +113,14 @@ def test_the_text_of_a_model_that_reads_images_is_planned_and_sampled(
     planned = call(main, [*words, "--dry-run"], capfd)
     assert planned.status == 0 and not (tmp_path / "run").exists(), planned.err
     assert re.search(r"time +about \S+ min where", planned.out)
-    assert re.search(r"memory +said here once a run of this model has begun", planned.out)
+    assert re.search(r"memory +said here once the run has begun", planned.out)
     run = call(main, words, capfd).run
     for at, ids in enumerate(run.contexts["token_ids"]):
         with torch.inference_mode():
             whole = model(torch.tensor([ids.tolist()]), output_hidden_states=True, use_cache=False)
         states = torch.stack(whole.hidden_states)[:-1, 0, -1]  # the last one is normed
         assert relative_l2(run.residuals(position="header_last")[at, :-1], states) <= VECTOR
-    words[words.index("--limit") + 1], words[-1] = "3", str(tmp_path / "another")
-    planned = call(main, [*words, "--dry-run"], capfd)  # there is a run of this model now
+    planned = call(main, [*words, "--dry-run"], capfd)
     assert re.search(r"memory +\S+ .B for weights, at most \S+ .B for each part", planned.out)
 
 
@@ -399,8 +398,6 @@ def test_a_written_response_that_the_template_refuses_is_left_out_and_said(
     assert run.complete and run.verify() == []
     for name in refused:
         assert f"conversation {name} is left out: the template refuses it" in progress.lines
-    said = [name for part in run.parts("contexts") for name in part.get("left_out", [])]
-    assert said == refused
     left = [name for name in CONTEXTS if name not in refused]
     assert run.counts["contexts"] == len(left)
     if left:

@@ -9,7 +9,7 @@ from ia_mech.chat.thoughts import Response
 from ia_mech.collect import compute
 from ia_mech.collect.job import collect
 from ia_mech.collect.plan import build_chat
-from ia_mech.collect.summary import several_responses
+from ia_mech.collect.summary import alike_text
 from ia_mech.data.conversations import open_conversations
 from ia_mech.display import Quiet
 from ia_mech.engine.decode import Row, decode
@@ -53,11 +53,10 @@ def test_each_response_is_a_context_of_its_source(run):
     assert contexts["response_index"].tolist() == [0, 1, 2] * 3
     assert run.generations.groupby("response_index").size().tolist() == [9, 9, 9]
     texts = [messages[-1]["content"] for messages in contexts["messages"]]
-    assert len(set(texts)) == 9
-    assert several_responses(run) == (
-        "responses per query: 3, of which 3 differ (means over 3 queries); queries with one text "
-        "only: 0."
-    )
+    assert len(set(texts)) == 9 and alike_text(run) == ""
+    again = Run.open(run.path)
+    again.contexts.at[1, "messages"] = again.contexts.at[0, "messages"]
+    assert alike_text(again) == "1 of 3 queries have responses that are alike"
 
 
 def test_a_response_is_what_its_own_noise_draws_from_the_model(run, tiny_subject):

@@ -7,7 +7,6 @@ What can be refused without weights is refused here.
 
 import hashlib
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -64,8 +63,7 @@ class Plan:
     Args:
         settings: that were asked for.
         out: the run's folder.
-        files: of the model; they are read here if they aren't given.
-        data: a source of conversations, and what it gives; opened here if it isn't given.
+        files, source: of the model, and of conversations; opened here if they aren't given.
 
     Attributes:
         settings: with their ``batch_rows``, the most rows that are decoded together.
@@ -92,13 +90,12 @@ class Plan:
         settings: Settings,
         out: Path,
         files: ModelFiles | None = None,
-        data: tuple[ConversationSource, Iterable[Conversation]] | None = None,
+        source: ConversationSource | None = None,
     ) -> None:
         self.out, self.device = out, resolve_device(settings.device)
         self.batch_rows = settings.batch_rows or BATCH_ROWS[self.device.type]
         self.settings = replace(settings, batch_rows=self.batch_rows)
-        layout.refuse_as_run(out)
-        self.source, conversations = data or 2 * (settings.conversations(),)
+        self.source = source or settings.conversations()
         file = settings.intervention
         self.vector = None if file is None else SteeringVector.load(file)
         files = files or load_files(settings.model_spec)
@@ -111,7 +108,7 @@ class Plan:
         self.contexts: list[PlannedContext] = []
         self._ids: dict[int, int] = {}  # of many equal numbers, all contexts hold one
         self.skipped: list[str] = []
-        for conversation in conversations:
+        for conversation in self.source:
             self._add(conversation)
         self.skipped += self.source.skipped
         self._refuse_nothing_to_do()

@@ -10,7 +10,7 @@ the lock if the process dies.
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -184,7 +184,7 @@ class RunWriter:
         if rows:
             table = pa.Table.from_pylist(rows, schema=layout.RESPONSES)
             files = self._write_table("responses", name, table)
-        self._add("responses", name, len(rows), files, {"batch_rows": batch_rows})
+        self._add("responses", name, len(rows), files, batch_rows)
         (self.path / layout.batches_file(name)).unlink(missing_ok=True)
 
     def add_contexts(
@@ -195,7 +195,6 @@ class RunWriter:
         header_logits: "Tensor | None",
         residuals: "Tensor | None",
         batch_rows: int | None = None,
-        left_out: Sequence[str] = (),
     ) -> None:
         """Write a part of contexts; a part without contexts has no files.
 
@@ -204,7 +203,6 @@ class RunWriter:
             residuals: ``[contexts, layers + 1, positions, d_model]``.
             batch_rows: the largest number of rows decoded together, where memory allowed fewer than
                 were asked for.
-            left_out: conversations of the part whose written responses can't be used.
         """
         self._refuse_unclaimed("contexts", name)
         files: dict[str, Any] = {}
@@ -223,8 +221,7 @@ class RunWriter:
                     for layer, states in enumerate(residuals.unbind(1))
                 }
                 files |= self._write_tensors("residuals", name, kept, names)
-        facts = {"batch_rows": batch_rows, "left_out": list(left_out)}
-        self._add("contexts", name, contexts.num_rows, files, facts)
+        self._add("contexts", name, contexts.num_rows, files, batch_rows)
 
     def finish(self) -> None:
         """Write the dataset card if the run is complete and has no card yet."""
@@ -241,14 +238,14 @@ class RunWriter:
             raise RuntimeError(f"part {name} of the {kind} is done, or another process computes it")
 
     def _add(
-        self, kind: str, name: str, contexts: int, files: dict[str, Any], facts: dict[str, Any]
+        self, kind: str, name: str, contexts: int, files: dict[str, Any], batch_rows: int | None
     ) -> None:
         # The folders above may be new, too.
         for folder in {self.path / parent for file in files for parent in Path(file).parents}:
             integrity.fsync_folder(folder)
         part = {"format": layout.FORMAT, "run": self._run, "kind": kind, "name": name}
         part |= {"contexts": contexts, "files": files, "session": self._session}
-        part |= {fact: value for fact, value in facts.items() if value}
+        part |= {"batch_rows": batch_rows} if batch_rows else {}
         integrity.write_json(self.path / layout.manifest_file(kind, name), part)
         integrity.fsync_folder(self.path)
         self._damaged.pop((kind, name), None)
