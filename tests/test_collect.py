@@ -566,9 +566,8 @@ def test_rows_that_wait_for_places_are_those_of_batches_of_their_own(
 
 def test_it_is_said_early_and_once_that_most_responses_are_unfinished(progress):
     phase = PhaseProgress(progress, "responses", "response", {"a": (9, 10)}, ["a"], 5, 3)
-    part = phase.begin("a")
     for written, unfinished, said in ((4, 4, 0), (6, 1, 0), (2, 2, 1), (6, 6, 1)):
-        part.responded(written, unfinished)
+        phase.responded(written, unfinished)
         assert len(progress.lines) == 1 + said
     assert "7 of the first 12 responses didn't end within 5 tokens" in progress.lines[1]
 

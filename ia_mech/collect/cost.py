@@ -61,8 +61,6 @@ def plan_lines(plan: Plan, shard: Shard) -> dict[str, str]:
     read, longest = sum(one.tokens for one in mine), max((one.tokens for one in mine), default=0)
     writing = sum(bool(one.prompt) for one in mine)
     draws = DRAWS if settings.wants_finished else 1
-    tokens = each * contexts * settings.max_new_tokens
-    tokens += writing * draws * settings.max_response_tokens
     redrawn = f" (up to {draws * writing} draws, until enough are finished and differ)"
     rows = [each * len(part) for part in parts.contexts.values()]
     rows += [sum(bool(plan.contexts[i].prompt) for i in one) for one in parts.responses.values()]
@@ -78,7 +76,6 @@ def plan_lines(plan: Plan, shard: Shard) -> dict[str, str]:
         "positions kept": ", ".join(plan.positions),
         "context tokens": f"{read} (longest {longest})",
         "rows to decode": f"{each * contexts} x at most {settings.max_new_tokens} tokens",
-        "new tokens": f"at most {tokens}, responses included",
         "parts": f"{len(rows)}; a kill costs a worker at most one of {max(rows, default=0)} rows",
         "time": time_text(_seconds(plan, parts, dtype, read, writing)),
         "bytes to be written": f"{written}, to {plan.out}",

@@ -202,9 +202,7 @@ class _Job:
 
     def _begin_session(self, engine: Engine, shard: Shard) -> None:
         here, say = machine(self.subject, self.threads), self.progress.say
-        sessions = Run(self.writer.path).sessions
-        own = [one for one in sessions if one.get("shard") == list(shard)]
-        for before in (own or sessions)[-1:]:
+        for before in Run(self.writer.path).sessions[-1:]:
             if changed := machine_changes(before, here):
                 say(
                     f"note: {changed} since this run was last worked on; rows computed now may "

@@ -60,16 +60,11 @@ class PlannedContext:
 class Plan:
     """The plan of a run. All shards of a run make the same.
 
-    Args:
-        settings: that were asked for.
-        out: the run's folder.
-        files, source: of the model, and of conversations; opened here if they aren't given.
+    ``files`` of the model and the ``source`` of conversations are opened here if they aren't given.
 
     Attributes:
         settings: with their ``batch_rows``, the most rows that are decoded together.
-        out, device, config, source: the run's folder, what computes, the model's configuration, and
-            where the conversations come from.
-        chat: the model's chat format.
+        out: the run's folder.
         positions: names of those that are kept, in the template's order.
         vector: that the model is steered with.
         contexts: in the run's order.
@@ -79,10 +74,8 @@ class Plan:
         identity: what two runs must share to be one run, as far as it is known without weights.
 
     Raises:
-        UserError: a device, a folder, a vector or a dataset that can't be used; positions, tokens
-            or a vector's layer that the model hasn't; the folder holds another run; or, where such
-            conversations aren't to be skipped, a missing response, a context longer than the
-            model's, or a refusing template.
+        UserError: a device, a vector, a dataset or a conversation that can't be used; positions,
+            tokens or a vector's layer that the model hasn't; or the folder holds another run.
     """
 
     def __init__(

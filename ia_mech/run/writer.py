@@ -122,9 +122,9 @@ class RunWriter:
         Returns:
             Whether the part is locked now. If not, it is done, or another process computes it.
         """
-        if self._is_done(kind, name) or not self._lock(kind, name):
+        if not self._lock(kind, name):
             return False
-        if self._is_done(kind, name):  # another process has just done it
+        if self._is_done(kind, name):
             self._give_up(kind, name)
             return False
         return True
@@ -224,10 +224,12 @@ class RunWriter:
         self._add("contexts", name, contexts.num_rows, files, batch_rows)
 
     def finish(self) -> None:
-        """Write the dataset card if the run is complete and has no card yet."""
+        """Write the dataset card if the run is complete, has a context and no card yet."""
         run = Run(self.path)
         file = self.path / layout.CARD
-        if run.complete and not file.exists():  # a user may have edited the card
+        if (
+            run.complete and run.counts["contexts"] and not file.exists()
+        ):  # a user may have edited the card
             text = dataset_card(run.record, run.policies)
             integrity.replace_file(file, lambda scratch: scratch.write_text(text, encoding="utf-8"))
 
@@ -334,7 +336,7 @@ def refuse_another(
     differing = integrity.changed_values(before, known)
     # Where settings differ, they explain what else differs, which is left out.
     settings = {name: v for name, v in differing.items() if name.startswith("settings.")}
-    parts = ({"parts": each["parts"]} for each in (there, there | wanted))
+    parts = {"parts": there["parts"]}, {"parts": wanted.get("parts", there["parts"])}
     differing = settings or differing or integrity.changed_values(*parts)
     if differing:
         found = [
