@@ -31,9 +31,7 @@ def made(monkeypatch) -> list[tuple]:
         calls.append((*plan, shard, crew))
         return SimpleNamespace(complete=True)
 
-    monkeypatch.setattr(command, "_opened", lambda settings, out: None)
-    plan = SimpleNamespace(Plan=lambda settings, out, source: (settings, out))
-    monkeypatch.setitem(sys.modules, "ia_mech.collect.plan", plan)
+    monkeypatch.setattr(command, "_planned", lambda settings, out, _: (settings, out))
     monkeypatch.setitem(sys.modules, "ia_mech.collect.job", SimpleNamespace(make_run=make_run))
     shown = SimpleNamespace(print_run=lambda run, full: None, print_shard=None)
     monkeypatch.setitem(sys.modules, "ia_mech.collect.summary", shown)

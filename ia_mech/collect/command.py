@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ia_mech import cli
 from ia_mech.cli import Parser, one_line, path_of, run_command, tolerant_streams
-from ia_mech.data.conversations import ConversationSource
+from ia_mech.display import Bar, Progress
 from ia_mech.errors import UserError
 from ia_mech.models.embedded import refuse_missing_model
 from ia_mech.run import Run, layout
@@ -32,7 +32,7 @@ from ia_mech.settings import (
 )
 
 if TYPE_CHECKING:
-    from ia_mech.display import Progress
+    from ia_mech.collect.plan import Plan
 
 DESCRIPTION = """\
 Give a chat model a query and a response, open the user header of its chat template, and let it
@@ -123,14 +123,8 @@ def main(argv: list[str] | None = None) -> int:
         nonlocal out
         settings = settings_of(args)
         out = out or settings.folder()
-        source = _opened(settings, out)
-        from ia_mech.display import Bar
-
         bar = Bar()
-        bar.say(f"loading {one_line(settings.model)} …")  # a busy machine imports for a minute
-        from ia_mech.collect.plan import Plan
-
-        plan = Plan(settings, out, source=source)
+        plan = _planned(settings, out, bar)
         if args.dry_run:
             from ia_mech.collect.summary import print_plan
 
@@ -156,9 +150,9 @@ def settings_of(args: argparse.Namespace) -> Settings:
     return Settings.read({k: v for k, v in vars(args).items() if k in names})
 
 
-def _opened(settings: Settings, out: Path) -> ConversationSource:
-    """The data, opened. What can be refused before torch is loaded, which takes seconds, is refused
-    here."""
+def _planned(settings: Settings, out: Path, progress: Progress) -> "Plan":
+    """The plan of a run. What can be refused before torch is loaded, which takes seconds, is
+    refused first."""
     refuse_missing_model(settings.model)
     layout.refuse_as_run(out)
     if (out / layout.RUN).is_file():
@@ -166,13 +160,17 @@ def _opened(settings: Settings, out: Path) -> ConversationSource:
         if settings.batch_rows is None:  # it depends on the device
             wanted["batch_rows"] = there["identity"]["settings"]["batch_rows"]
         refuse_another(out, there, {"identity": without_folders({"settings": wanted})}, flag_of)
-    return settings.conversations()
+    source = settings.conversations()
+    progress.say(f"loading {one_line(settings.model)} …")  # a busy machine imports for a minute
+    from ia_mech.collect.plan import Plan
+
+    return Plan(settings, out, source=source)
 
 
 def sample(
     out: str | Path | None = None,
     *,
-    progress: "Progress | None" = None,
+    progress: Progress | None = None,
     shard: str | None = None,
     workers: int | None = None,
     threads: int | None = None,
@@ -204,15 +202,12 @@ def sample(
     asked = {"workers": workers, "threads": threads}
     crew = {name: _argument(name, number, cli.threads) for name, number in asked.items()}
 
-    source = _opened(chosen, folder)
-
+    shown = progress or Bar()
+    plan = _planned(chosen, folder, shown)
     from ia_mech.collect.job import make_run
-    from ia_mech.collect.plan import Plan
-    from ia_mech.display import Bar
     from ia_mech.engine.workers import Crew
 
-    plan = Plan(chosen, folder, source=source)
-    return make_run(plan, progress or Bar(), shard=share, crew=Crew(**crew))
+    return make_run(plan, shown, shard=share, crew=Crew(**crew))
 
 
 def _argument(name: str, value: Any, parse: Callable[[str], Any]) -> Any:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby
-from pathlib import Path
 
 from safetensors import SafetensorError
 
@@ -42,7 +41,7 @@ from ia_mech.models.load import Subject, load, remember
 from ia_mech.run import Run, RunWriter
 from ia_mech.run.integrity import without_folders
 from ia_mech.run.reader import UNANSWERED
-from ia_mech.settings import WHOLE, Settings, Shard, flag_of
+from ia_mech.settings import WHOLE, Shard, flag_of
 
 # What is changed in the context of a conversation.
 Interventions = Callable[[Conversation, ChatContext], Sequence[Intervention]]
@@ -50,12 +49,12 @@ PATIENCE = 1  # seconds between looks at the parts that other processes compute
 
 
 def make_run(plan: Plan, progress: Progress, *, shard: Shard = WHOLE, crew: Crew = ANY) -> Run:
-    """Load the model, and make a run as :func:`execute` does; keep the model's lens as well."""
+    """Load the model, and make a run as :func:`collect` does; keep the model's lens as well."""
     settings = plan.settings
     if plan.data.text:
         progress.say(f"{one_line(settings.dataset)}: {plan.data.text}")
     subject = load(settings.model_spec)
-    run = execute(plan, subject, progress, shard=shard, crew=crew)
+    run = collect(plan, subject, progress, shard=shard, crew=crew)
     if run.counts["contexts"]:
         try:
             problem = save_lens(subject, run.contexts["token_ids"].iloc[0].tolist()[:64])
@@ -67,21 +66,6 @@ def make_run(plan: Plan, progress: Progress, *, shard: Shard = WHOLE, crew: Crew
 
 
 def collect(
-    settings: Settings,
-    subject: Subject,
-    out: Path,
-    progress: Progress,
-    *,
-    shard: Shard = WHOLE,
-    crew: Crew = ANY,
-    interventions: Interventions | None = None,
-) -> Run:
-    """Plan and make a run of a loaded model: see :func:`execute`."""
-    plan = Plan(settings, out, subject.files)
-    return execute(plan, subject, progress, shard=shard, crew=crew, interventions=interventions)
-
-
-def execute(
     plan: Plan,
     subject: Subject,
     progress: Progress,

@@ -47,14 +47,18 @@ RESPONSES = pa.schema(
     ]
 )
 
+# The first columns of contexts and of generations.
+_KEYS = [
+    ("context_id", pa.string()),
+    ("source_id", pa.string()),
+    ("dataset", pa.string()),
+    ("perturbation", pa.string()),
+    ("order", pa.int64()),
+    ("response_index", pa.int32()),
+]
 GENERATIONS = pa.schema(
     [
-        ("context_id", pa.string()),
-        ("source_id", pa.string()),
-        ("dataset", pa.string()),
-        ("perturbation", pa.string()),
-        ("order", pa.int64()),
-        ("response_index", pa.int32()),
+        *_KEYS,
         ("response_unfinished", pa.bool_()),
         ("temperature", pa.float64()),
         ("sample", pa.int32()),
@@ -97,12 +101,7 @@ def contexts_schema(position_names: Iterable[str]) -> pa.Schema:
     """Columns of ``contexts/``; ``positions`` has one field per named position of the template."""
     return pa.schema(
         [
-            ("context_id", pa.string()),
-            ("source_id", pa.string()),
-            ("dataset", pa.string()),
-            ("perturbation", pa.string()),
-            ("order", pa.int64()),
-            ("response_index", pa.int32()),
+            *_KEYS,
             ("messages", _MESSAGES),
             ("real_follow_up", pa.string()),
             ("answer", pa.string()),
