@@ -202,13 +202,10 @@ class _Job:
         if self.plan.vector is not None:
             say(f"steered: {self.plan.vector}")
         if self.plan.skipped:
-            say(f"skipped: {len(self.plan.skipped)} that can't be used, such as")
-            say(f"  {self.plan.skipped[0]}")
+            say(f"skipped: {len(self.plan.skipped)}, such as {self.plan.skipped[0]}")
         if engine.ignored:
             say(f"note: ignored check: {engine.ignored}")
             here["ignored_check"] = engine.ignored
-        if engine.why:
-            here["engine"] = str(engine)
         self.writer.start_session(here | {"shard": list(shard), "workers": self.workers})
 
     def _compute_parts(
