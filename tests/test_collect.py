@@ -448,7 +448,9 @@ def test_contexts_that_are_too_long_are_refused_or_skipped_counted_and_recorded(
     assert [line.split(":")[0] for line in run.record["skipped"]] == [
         f"conversation {name}" for name in long
     ]
-    assert any(line.startswith(f"skipped: {len(long)} ") for line in progress.lines)
+    assert any(
+        line.startswith(f"skipped: {len(long)}, such as conversation ") for line in progress.lines
+    )
     model.config.max_position_embeddings = 4096  # which isn't where rotations change
     model.config.rope_parameters = {
         "rope_type": "longrope", "original_max_position_embeddings": 5
