@@ -121,6 +121,7 @@ def sample_arm(
         UserError: the folder holds other conversations, or a run without them.
     """
     from ia_mech.collect.job import collect
+    from ia_mech.collect.plan import Plan
     from ia_mech.steering import SteeringVector
 
     # Absolute, for the path is part of the run's configuration, wherever the command is given.
@@ -165,7 +166,8 @@ def sample_arm(
     used, contexts = subject(), len(arm.conversations)
     turns = f"{contexts} changed contexts, {contexts * len(settings.rows())} user turns"
     print(f"{turns}, {settings.model} on {used.device}, to {out}", file=sys.stderr)
-    return collect(settings, used, out, Bar(), crew=crew, interventions=arm.interventions)
+    plan = Plan(settings, out, used.files)
+    return collect(plan, used, Bar(), crew=crew, interventions=arm.interventions)
 
 
 # -- judged ----------------------------------------------------------------------------------------

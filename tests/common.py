@@ -12,11 +12,11 @@ import tiny_encoder
 import torch
 from conftest import Silent
 from matplotlib.figure import Figure
+from runs import sampled
 from transformers import PreTrainedTokenizerFast
 
 import ia_mech.models.load as models
 from ia_mech.cli import THREAD_COUNTS
-from ia_mech.collect.job import collect
 from ia_mech.display import FIGURE_FORMATS, save_figure
 from ia_mech.models import embedded
 from ia_mech.models.load import ModelSpec, Subject
@@ -139,4 +139,4 @@ def siblings(tiny_model_dir, tiny_subject, tmp_path_factory) -> Run:
         unfinished=True,
         max_response_tokens=5,
     )
-    return collect(settings, tiny_subject, folder / "run", Silent())
+    return sampled(settings, tiny_subject, folder / "run", Silent())

@@ -158,11 +158,12 @@ def shifted(logits: torch.Tensor) -> torch.Tensor:
     return (logits - logits.amax(-1, keepdim=True)).half()
 
 
-def sampled(settings, subject, out: Path, **options) -> Run:
+def sampled(settings, subject, out: Path, progress=None, **options) -> Run:
     """What the main job makes."""
     from ia_mech.collect.job import collect
+    from ia_mech.collect.plan import Plan
 
-    return collect(settings, subject, out, Silent(), **options)
+    return collect(Plan(settings, out, subject.files), subject, progress or Silent(), **options)
 
 
 def files_under(root: Path) -> list[str]:

@@ -113,15 +113,14 @@ def test_the_text_of_a_model_that_reads_images_is_planned_and_sampled(
     planned = call(main, [*words, "--dry-run"], capfd)
     assert planned.status == 0 and not (tmp_path / "run").exists(), planned.err
     assert re.search(r"time +about \S+ min where", planned.out)
-    assert re.search(r"memory +said here once a run of this model has begun", planned.out)
+    assert re.search(r"memory +said here once the run has begun", planned.out)
     run = call(main, words, capfd).run
     for at, ids in enumerate(run.contexts["token_ids"]):
         with torch.inference_mode():
             whole = model(torch.tensor([ids.tolist()]), output_hidden_states=True, use_cache=False)
         states = torch.stack(whole.hidden_states)[:-1, 0, -1]  # the last one is normed
         assert relative_l2(run.residuals(position="header_last")[at, :-1], states) <= VECTOR
-    words[words.index("--limit") + 1], words[-1] = "3", str(tmp_path / "another")
-    planned = call(main, [*words, "--dry-run"], capfd)  # there is a run of this model now
+    planned = call(main, [*words, "--dry-run"], capfd)
     assert re.search(r"memory +\S+ .B for weights, at most \S+ .B for each part", planned.out)
 
 
@@ -307,7 +306,7 @@ def test_memory_running_out_is_said_recorded_in_its_parts_and_survived(
     """Memory runs out in the second part of four; the later parts use the smaller batches, too."""
     monkeypatch.setattr(compute, "decode", tight(compute.decode, 8, begin=1))
     crew = Crew(workers=1)
-    run = job.collect(SETTINGS, tiny_subject, tmp_path / "run", progress, crew=crew)
+    run = sampled(SETTINGS, tiny_subject, tmp_path / "run", progress, crew=crew)
     assert [line for line in progress.lines if "memory" in line] == [
         "out of memory: going on with batches of 5 turns or fewer"  # of 10
     ]
@@ -337,7 +336,7 @@ def test_responses_and_prefills_that_are_too_large_are_halved(
         return honest(model, prefixes, *others)
 
     monkeypatch.setattr(compute, "prefill_all", limited)
-    run = job.collect(settings, tiny_subject, tmp_path / "run", progress)
+    run = sampled(settings, tiny_subject, tmp_path / "run", progress)
     assert run.complete and len(run.generations) == 3 * 5
     assert [part["batch_rows"] for part in run.parts("responses")] == [1]
     monkeypatch.setattr(compute, "decode", tight(compute.decode, 0))
@@ -395,12 +394,10 @@ def test_a_written_response_that_the_template_refuses_is_left_out_and_said(
         return honest(plan, conversation)
 
     monkeypatch.setattr(Plan, "render", picky)
-    run = job.collect(settings, tiny_subject, tmp_path / "run", progress)
+    run = sampled(settings, tiny_subject, tmp_path / "run", progress)
     assert run.complete and run.verify() == []
     for name in refused:
         assert f"conversation {name} is left out: the template refuses it" in progress.lines
-    said = [name for part in run.parts("contexts") for name in part.get("left_out", [])]
-    assert said == refused
     left = [name for name in CONTEXTS if name not in refused]
     assert run.counts["contexts"] == len(left)
     if left:
@@ -446,12 +443,14 @@ def test_contexts_that_are_too_long_are_refused_or_skipped_counted_and_recorded(
         sampled(SETTINGS, subject, tmp_path / "run")
     assert not (tmp_path / "run").exists()
     settings = replace(SETTINGS, skip_unusable=True)
-    run = job.collect(settings, subject, tmp_path / "run", progress)
+    run = sampled(settings, subject, tmp_path / "run", progress)
     assert not {*long} & {*run.contexts["context_id"]} and len(run.contexts) == 6 - len(long)
     assert [line.split(":")[0] for line in run.record["skipped"]] == [
         f"conversation {name}" for name in long
     ]
-    assert any(line.startswith(f"skipped: {len(long)} ") for line in progress.lines)
+    assert any(
+        line.startswith(f"skipped: {len(long)}, such as conversation ") for line in progress.lines
+    )
     model.config.max_position_embeddings = 4096  # which isn't where rotations change
     model.config.rope_parameters = {
         "rope_type": "longrope", "original_max_position_embeddings": 5
@@ -504,14 +503,14 @@ class Stop(Quiet):
 def test_resuming_elsewhere_says_what_differs(tiny_subject, tmp_path, progress, monkeypatch):
     out = tmp_path / "run"
     with pytest.raises(KeyboardInterrupt):
-        job.collect(SETTINGS, tiny_subject, out, Stop(0))
+        sampled(SETTINGS, tiny_subject, out, Stop(0))
     session = Run.open(out).sessions[0]
     assert session["cpu_capability"] == torch.backends.cpu.get_cpu_capability()
     assert session["weights"] in ("plain", "reordered")
     honest = job.machine
     other = {"threads": 64, "cpu_capability": "SSE"}
     monkeypatch.setattr(job, "machine", lambda *arguments: honest(*arguments) | other)
-    assert job.collect(SETTINGS, tiny_subject, out, progress).complete
+    assert sampled(SETTINGS, tiny_subject, out, progress).complete
     assert progress.lines[0] == (
         f"note: threads {session['threads']} → 64, cpu_capability {session['cpu_capability']} → "
         "SSE since this run was last worked on; turns written now may round differently"
@@ -523,11 +522,11 @@ def test_a_run_goes_on_with_its_threads_unless_others_are_given(tiny_subject, tm
     settings = replace(SETTINGS, batch_rows=5)
     out, before = tmp_path / "run", torch.get_num_threads()
     with pytest.raises(KeyboardInterrupt):
-        job.collect(settings, tiny_subject, out, Stop(0), crew=Crew(1, 2))
+        sampled(settings, tiny_subject, out, Stop(0), crew=Crew(1, 2))
     crew = Crew(workers=2)
-    job.collect(settings, tiny_subject, out, progress, shard=(1, 2), crew=crew)
+    sampled(settings, tiny_subject, out, progress, shard=(1, 2), crew=crew)
     assert not any("threads" in line for line in progress.lines)
-    run = job.collect(settings, tiny_subject, out, progress, crew=Crew(threads=1))
+    run = sampled(settings, tiny_subject, out, progress, crew=Crew(threads=1))
     assert torch.get_num_threads() == before
     assert [session["threads"] for session in run.sessions] == [2, 2, 1]
     assert [session["workers"] for session in run.sessions][:2] == [1, 2]
@@ -542,7 +541,7 @@ def test_rows_do_not_depend_on_the_workers(tiny_subject, tmp_path):
         sampled(settings, tiny_subject, tmp_path / str(n), crew=Crew(n, 1)).digest() for n in (1, 3)
     }
     with pytest.raises(KeyboardInterrupt):
-        job.collect(settings, tiny_subject, tmp_path / "on", Stop(0), crew=Crew(2, 1))
+        sampled(settings, tiny_subject, tmp_path / "on", Stop(0), crew=Crew(2, 1))
     assert not Run.open(tmp_path / "on").complete
     digests.add(sampled(settings, tiny_subject, tmp_path / "on", crew=Crew(4)).digest())
     assert len(digests) == 1
@@ -569,9 +568,8 @@ def test_rows_that_wait_for_places_are_those_of_batches_of_their_own(
 
 def test_it_is_said_early_and_once_that_most_responses_are_unfinished(progress):
     phase = PhaseProgress(progress, "responses", "response", {"a": (9, 10)}, ["a"], 5, 3)
-    part = phase.begin("a")
     for written, unfinished, said in ((4, 4, 0), (6, 1, 0), (2, 2, 1), (6, 6, 1)):
-        part.responded(written, unfinished)
+        phase.responded(written, unfinished)
         assert len(progress.lines) == 1 + said
     assert "7 of the first 12 responses didn't end within 5 tokens" in progress.lines[1]
 

@@ -8,8 +8,8 @@ import tiny
 import torch
 import two_level
 from contract import near_ties, prefilled
+from runs import sampled
 
-from ia_mech.collect.job import collect
 from ia_mech.engine.check import check_engine
 from ia_mech.engine.decode import Row, decode
 from ia_mech.engine.sampling import draw_tokens, stream_key
@@ -93,7 +93,7 @@ def test_the_embedded_model_end_to_end(tmp_path, progress):
             dtype="float32", device=device, limit=4, temperatures=(0.7, 1.0), max_new_tokens=24
         )
         subject = load(ModelSpec(dtype="float32", device=device))
-        runs.append(collect(settings, subject, tmp_path / device, progress))
+        runs.append(sampled(settings, subject, tmp_path / device, progress))
     for cpu, gpu in zip(*(run.generations.iloc for run in runs), strict=True):
         ours, theirs = gpu["token_ids"], cpu["token_ids"]
         length = min(len(ours), len(theirs))

@@ -18,6 +18,7 @@ import torch
 from conftest import Silent
 from contract import LOGPROB, VECTOR, near_ties, prefilled, relative_l2, stepped
 from placed import Gpus, Placed
+from runs import sampled
 from shell import call
 from test_temperature_sweep import judged
 from transformers.cache_utils import KVSharingDict
@@ -25,8 +26,7 @@ from transformers.cache_utils import KVSharingDict
 from experiments import elicit, hybrids, locate, steering
 from experiments.directions import Learning, SteeredContext, learn
 from experiments.experiment import Model
-from ia_mech.collect import job, machine
-from ia_mech.collect.job import collect
+from ia_mech.collect import job
 from ia_mech.engine.check import TOKENS, check_engine
 from ia_mech.engine.decode import Row, decode
 from ia_mech.engine.installed import install
@@ -47,8 +47,7 @@ FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 
 
 @pytest.fixture
-def gpus(monkeypatch):
-    monkeypatch.setattr(machine, "_gpu", lambda device: {})
+def gpus():
     with Gpus():
         yield
 
@@ -190,7 +189,7 @@ def test_the_main_job_equals_that_on_one_device(
     monkeypatch.setattr(job, "check_engine", lambda model, *_, **__: install(model).engine)
     data = scored.dataset(tmp_path / "chats.jsonl", scored.CONVERSATIONS[:1])
     wanted, found = (
-        collect(
+        sampled(
             Settings(
                 dataset=data, model=one.spec.name, samples=1, responses=2, **DECODING, **WRITTEN
             ),
@@ -238,7 +237,7 @@ def runs(request, tokenizer, tmp_path_factory):
     given = {"dataset": data, "model": str(folder / "model"), "samples": 2, **DECODING}
     settings = Settings(**given, **WRITTEN, responses=4)
     siblings = judged(
-        collect(settings, cpu, folder / "siblings", Silent()), (FOLLOW_UP, "degenerate")
+        sampled(settings, cpu, folder / "siblings", Silent()), (FOLLOW_UP, "degenerate")
     )
     label_run(siblings, builtin_judge(), "builtin", Silent())
     direction = torch.randn(32, generator=torch.Generator().manual_seed(1))

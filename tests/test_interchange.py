@@ -11,6 +11,7 @@ import tiny
 import torch
 from conftest import Silent
 from judging import FakeJudge
+from runs import sampled as made_run
 from shell import call, refusal
 
 import ia_mech.engine.state as state
@@ -36,7 +37,6 @@ from experiments.interchange import (
     main,
     shares_of,
 )
-from ia_mech.collect.job import collect
 from ia_mech.engine.intervene import Replace
 from ia_mech.errors import UserError
 from ia_mech.estimates import frame_of
@@ -109,7 +109,7 @@ def sampled(small: Subject, odds: tuple[float, float], folder) -> Run:
         batch_rows=800,
         max_new_tokens=1,
     )
-    run = collect(settings, subject, folder / "run", Silent())
+    run = made_run(settings, subject, folder / "run", Silent())
     label_run(run, Marked(), "marked", Silent())
     return run
 

@@ -4,8 +4,8 @@ import pytest
 import tiny
 import torch
 from conftest import Silent
+from runs import sampled
 
-from ia_mech.collect.job import collect
 from ia_mech.engine.installed import install
 from ia_mech.engine.state import Prefix, prefill
 from ia_mech.errors import UserError
@@ -108,7 +108,7 @@ def run(tiny_subject, tmp_path_factory):
     settings = Settings(
         limit=4, temperatures=(), max_new_tokens=3, positions=("turn_end", "header_last")
     )
-    return collect(settings, tiny_subject, tmp_path_factory.mktemp("lens") / "run", Silent())
+    return sampled(settings, tiny_subject, tmp_path_factory.mktemp("lens") / "run", Silent())
 
 
 def test_a_runs_residuals_carry_transformer_lens_names(run):

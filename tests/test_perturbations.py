@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 import scored
 from conftest import Silent
+from runs import sampled
 from shell import call, files, refusal, worked
 
 from experiments import changes
@@ -37,7 +38,6 @@ from experiments.perturbations import (
 )
 from ia_mech.chat.format import ChatFormat
 from ia_mech.chat.headers import context_and_real_follow_up
-from ia_mech.collect.job import collect
 from ia_mech.data.conversations import HEADERS, Conversation, open_conversations, validate
 from ia_mech.display import Quiet
 from ia_mech.judge import builtin_judge
@@ -56,7 +56,7 @@ def plain(tiny_subject, tiny_model_dir, tmp_path_factory) -> Run:
     folder = tmp_path_factory.mktemp("base")
     data = scored.dataset(folder / "chats.jsonl", CHATS)
     settings = Settings(dataset=data, limit=None, model=tiny_model_dir, **DECODING)
-    run = collect(settings, tiny_subject, folder / "run", Silent())
+    run = sampled(settings, tiny_subject, folder / "run", Silent())
     label_run(run, builtin_judge(), "builtin", Quiet())
     return run
 

@@ -13,11 +13,11 @@ import pytest
 import scored
 import torch
 from conftest import Silent
+from runs import sampled
 from scipy.special import log_softmax
 from test_temperature_sweep import judged, sweep_of
 
 from experiments.first_token import GREEDY
-from ia_mech.collect.job import collect
 from ia_mech.lens import save_lens
 from ia_mech.models.load import ModelSpec, Subject, weights_hash
 from ia_mech.run import Run
@@ -81,7 +81,7 @@ def run(planted, tmp_path_factory) -> Run:
         settings = Settings(
             dataset=data, limit=None, temperatures=(0.5, 1.0), samples=SAMPLES, max_new_tokens=5
         )
-        yield judged(collect(settings, planted.subject, folder / "run", Silent()))
+        yield judged(sampled(settings, planted.subject, folder / "run", Silent()))
 
 
 @pytest.fixture(scope="module")

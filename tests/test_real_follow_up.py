@@ -6,8 +6,8 @@ import pytest
 import scored
 import tiny
 from conftest import Silent
+from runs import sampled
 
-from ia_mech.collect.job import collect
 from ia_mech.collect.plan import build_chat
 from ia_mech.engine.score import Scored
 from ia_mech.likelihood.real_follow_up import (
@@ -107,7 +107,7 @@ def test_real_follow_ups_equal_a_full_forward_pass_at_every_temperature(family, 
     subject = tiny.subject("llama", families.build(family))
     data = scored.dataset(tmp_path / "chats.jsonl")
     settings = Settings(dataset=data, limit="all", temperatures=AT, samples=1, max_new_tokens=1)
-    run = collect(settings, subject, tmp_path / "run", Silent())
+    run = sampled(settings, subject, tmp_path / "run", Silent())
     chat = build_chat(settings, subject.files)
     rows = run.contexts[run.contexts["real_follow_up_logprob"].notna()]
     assert len(rows) == len(run.contexts) - 1 and list(scored_temperatures(AT)) == [

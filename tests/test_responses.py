@@ -4,12 +4,12 @@ import json
 from dataclasses import replace
 
 import pytest
+from runs import sampled
 
 from ia_mech.chat.thoughts import Response
 from ia_mech.collect import compute
-from ia_mech.collect.job import collect
 from ia_mech.collect.plan import build_chat
-from ia_mech.collect.summary import several_responses
+from ia_mech.collect.summary import alike_text
 from ia_mech.data.conversations import open_conversations
 from ia_mech.display import Quiet
 from ia_mech.engine.decode import Row, decode
@@ -41,7 +41,7 @@ SETTINGS = Settings(
 
 @pytest.fixture(scope="module")
 def run(tiny_subject, tmp_path_factory):
-    return collect(SETTINGS, tiny_subject, tmp_path_factory.mktemp("several") / "run", Quiet())
+    return sampled(SETTINGS, tiny_subject, tmp_path_factory.mktemp("several") / "run", Quiet())
 
 
 def test_each_response_is_a_context_of_its_source(run):
@@ -53,11 +53,10 @@ def test_each_response_is_a_context_of_its_source(run):
     assert contexts["response_index"].tolist() == [0, 1, 2] * 3
     assert run.generations.groupby("response_index").size().tolist() == [9, 9, 9]
     texts = [messages[-1]["content"] for messages in contexts["messages"]]
-    assert len(set(texts)) == 9
-    assert several_responses(run) == (
-        "responses per query: 3, of which 3 differ (means over 3 queries); queries with one text "
-        "only: 0."
-    )
+    assert len(set(texts)) == 9 and alike_text(run) == ""
+    again = Run.open(run.path)
+    again.contexts.at[1, "messages"] = again.contexts.at[0, "messages"]
+    assert alike_text(again) == "1 of 3 queries have responses that are alike"
 
 
 def test_a_response_is_what_its_own_noise_draws_from_the_model(run, tiny_subject):
@@ -88,7 +87,7 @@ def test_fewer_responses_are_the_first_of_more_and_share_a_prefill(
         return honest(model, prefixes, *others)
 
     monkeypatch.setattr(compute, "prefill_all", counted)
-    fewer = collect(replace(SETTINGS, responses=2), tiny_subject, tmp_path / "fewer", progress)
+    fewer = sampled(replace(SETTINGS, responses=2), tiny_subject, tmp_path / "fewer", progress)
     more = run.contexts[run.contexts["response_index"] < 2]
     assert more["text"].tolist() == fewer.contexts["text"].tolist()
     assert prefilled == [3]
@@ -128,7 +127,7 @@ def test_responses_are_drawn_until_enough_are_finished_and_differ(
 ):
     settings = replace(SETTINGS, limit=count, unfinished=False, max_response_tokens=most)
     crew = Crew(2, 1)
-    run = collect(settings, tiny_subject, tmp_path / "run", progress, crew=crew)
+    run = sampled(settings, tiny_subject, tmp_path / "run", progress, crew=crew)
     chat = build_chat(settings, tiny_subject.files)
     queries, drawn = list(open_conversations("builtin", limit=count)), run.responses
     expected, short = [], 0
@@ -146,14 +145,14 @@ def test_responses_are_drawn_until_enough_are_finished_and_differ(
     assert run.complete and run.counts["contexts"] == 3 * (count - short)
     said = [line for line in progress.lines if "distinct finished" in line]
     assert len(said) == (short > 0) and run.unanswered == (short, count)
-    alone = collect(settings, tiny_subject, tmp_path / "alone", Quiet(), crew=Crew(1, 1))
+    alone = sampled(settings, tiny_subject, tmp_path / "alone", Quiet(), crew=Crew(1, 1))
     assert alone.digest() == run.digest()
 
 
 def test_a_run_none_of_whose_queries_is_answered_is_refused(tiny_subject, tmp_path, progress):
     settings = replace(SETTINGS, unfinished=False, max_response_tokens=1)
     with pytest.raises(UserError, match="3 of 3 queries have fewer than 3 distinct finished"):
-        collect(settings, tiny_subject, tmp_path / "run", progress)
+        sampled(settings, tiny_subject, tmp_path / "run", progress)
     assert [line.split()[0] for line in progress.lines if line.endswith(" 0")] == ["responses"]
     run = Run.open(tmp_path / "run")
     for read in (run.check_finished, lambda: run.contexts):
@@ -183,13 +182,13 @@ def test_data_may_hold_several_responses(tiny_subject, tmp_path, progress):
         dataset=str(file), limit=2, temperatures=(0.7,), samples=2, max_new_tokens=5, batch_rows=20
     )
     progress.lines.clear()
-    contexts = collect(settings, tiny_subject, tmp_path / "run", progress).contexts
+    contexts = sampled(settings, tiny_subject, tmp_path / "run", progress).contexts
     assert contexts["context_id"].tolist() == [f"q{i}/r{k}" for i in range(2) for k in range(3)]
     assert contexts["source_id"].tolist() == ["q0"] * 3 + ["q1"] * 3
     assert contexts["messages"].iloc[5][-1]["content"] == "It is 1."
     assert not any("fewer conversations" in line for line in progress.lines)
     with pytest.raises(UserError, match="q0/r0 is one of several responses already"):
-        collect(replace(SETTINGS, dataset=str(file)), tiny_subject, tmp_path / "again", progress)
+        sampled(replace(SETTINGS, dataset=str(file)), tiny_subject, tmp_path / "again", progress)
     rows[1]["response"] = "Three."
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(UserError, match=r"line 2: .* column 'responses' may be one, too"):
@@ -203,7 +202,7 @@ def test_data_may_hold_several_responses(tiny_subject, tmp_path, progress):
 def test_flags_about_responses_without_one_to_write_are_refused(tiny_subject, tmp_path, progress):
     settings = replace(SETTINGS, response="auto")
     with pytest.raises(UserError, match="every conversation has a response: --responses"):
-        collect(settings, tiny_subject, tmp_path / "run", progress)
+        sampled(settings, tiny_subject, tmp_path / "run", progress)
 
 
 def test_an_interrupted_part_of_responses_keeps_its_finished_batches(
@@ -220,21 +219,21 @@ def test_an_interrupted_part_of_responses_keeps_its_finished_batches(
 
     monkeypatch.setattr(compute.Computation, "_respond_together", counted)
     last, crew = -1, Crew(1, 1)
-    whole = collect(settings, tiny_subject, tmp_path / "whole", progress, crew=crew)
+    whole = sampled(settings, tiny_subject, tmp_path / "whole", progress, crew=crew)
     made, out = [*batches], tmp_path / "run"
     assert len(made) > len(whole.parts("responses")), "some were drawn again"
     assert progress.steps == sum(int(line.split()[-2]) for line in progress.lines[-2:])
     last = len(made) - 1
     batches.clear()
     with pytest.raises(KeyboardInterrupt):
-        collect(settings, tiny_subject, out, progress, crew=crew)
+        sampled(settings, tiny_subject, out, progress, crew=crew)
     (file,) = out.glob("responses/*.batches.json")
     parts = len(whole.parts("responses"))
     assert kept_draws(out) + Run(out).counts["responses"] == sum(made[:-1])
     assert len(Run(out).parts("responses")) == parts - 1
     last = -1
     batches.clear()
-    resumed = collect(settings, tiny_subject, out, progress, crew=crew)
+    resumed = sampled(settings, tiny_subject, out, progress, crew=crew)
     assert batches == made[-1:] and not file.exists()
     assert resumed.digest() == whole.digest() and resumed.verify() == []
 
@@ -253,8 +252,8 @@ def test_only_missing_responses_are_written(tiny_subject, tmp_path):
     settings = Settings(
         dataset=str(file), limit=6, temperatures=(), max_new_tokens=3, max_response_tokens=4
     )
-    run = collect(replace(settings, batch_rows=2), tiny_subject, tmp_path / "run", Quiet())
+    run = sampled(replace(settings, batch_rows=2), tiny_subject, tmp_path / "run", Quiet())
     assert [part["contexts"] for part in run.parts("responses")] == [0, 0, 0, 1]
     assert run.contexts["response_policy"].tolist() == ["given"] * 5 + ["generated"]
     with pytest.raises(UserError, match="conversation q5: no response, and --response given was"):
-        collect(replace(settings, response="given"), tiny_subject, tmp_path / "given", Quiet())
+        sampled(replace(settings, response="given"), tiny_subject, tmp_path / "given", Quiet())

@@ -10,7 +10,6 @@ import pytest
 from runs import files_under, sampled
 from test_run_damage import BYTES, PLACES, damage
 
-from ia_mech.collect.job import collect
 from ia_mech.display import Quiet
 from ia_mech.engine.workers import Crew
 from ia_mech.errors import UserError
@@ -72,14 +71,14 @@ class CtrlC(Quiet):
 def test_an_interrupted_run_goes_on(tiny_subject, tmp_path, undisturbed, phase, part, kept):
     out, progress = tmp_path / "run", CtrlC(phase, part)
     with pytest.raises(KeyboardInterrupt):
-        collect(SMALL, tiny_subject, out, progress, crew=Crew(workers=1))
+        sampled(SMALL, tiny_subject, out, progress, crew=Crew(workers=1))
     assert progress.stopped
     run = Run.open(out)
     assert not run.complete and run.verify() == []
     # The worker may have finished the next part while that one was written.
     assert all(kept[kind] <= count for kind, count in run.counts.items())
     assert os.listdir(tmp_path) == ["run"]
-    run = collect(SMALL, tiny_subject, out, Quiet())  # the lock was given up, too
+    run = sampled(SMALL, tiny_subject, out, Quiet())  # the lock was given up, too
     assert run.complete and run.digest() == undisturbed
 
 
@@ -133,7 +132,7 @@ def test_a_damaged_part_is_named_and_computed_again(whole, tiny_subject, tmp_pat
     out = Path(shutil.copytree(whole.path, tmp_path / "run"))
     (name,) = out.glob(f"{file}*")
     damage(name, "a bit", Random(0))
-    run = collect(SMALL, tiny_subject, out, progress)
+    run = sampled(SMALL, tiny_subject, out, progress)
     assert str(name.relative_to(out)) in progress.lines[0] and "damaged" in progress.lines[0]
     assert run.complete and run.verify() == [] and run.digest() == whole.digest()
 

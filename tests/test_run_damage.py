@@ -69,6 +69,13 @@ def test_a_damaged_file_is_named(written, tmp_path, name):
         shutil.copy(written.path / file, copy / file)
 
 
+@pytest.mark.parametrize("place", PLACES)
+def test_a_part_without_a_manifest_that_is_a_file_is_no_part(written, tmp_path, place):
+    copy = shutil.copytree(written.path, tmp_path / "copy")
+    damage(copy / "manifests" / "contexts-00001.json", place, Random(0))
+    assert not Run.open(copy).complete and len(Run.open(copy).parts("contexts")) == 3
+
+
 def other_json(value, rng: Random):
     """The value with one place in it replaced, or removed; those near the top are likelier."""
     container = value

@@ -43,12 +43,12 @@ def test_a_part_is_entered_with_its_files_contexts_and_rows(tmp_path, by_hand):
     with RunWriter(tmp_path / "run", RECORD) as run:
         run.start_session({"machine": "a"})
         nothing = contexts_table([]), generations_table([]), None, None
-        run.add_contexts(NAMES[0], *nothing, batch_rows=64, left_out=["c0", "c1"])
+        run.add_contexts(NAMES[0], *nothing, batch_rows=64)
     read = Run.open(tmp_path / "run")
     (session,) = read.sessions
     assert session["machine"] == "a" and session["begun"]
     (part,) = read.parts("contexts")
-    assert part["batch_rows"] == 64 and part["left_out"] == ["c0", "c1"]
+    assert part["batch_rows"] == 64
 
 
 # -- responses ----------------------------------------------------------------------------------

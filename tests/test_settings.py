@@ -28,10 +28,11 @@ def made(monkeypatch) -> list[tuple]:
     """Collects the settings that the job would get; no job runs."""
     calls: list[tuple] = []
 
-    def make_run(settings, out, progress, *, data=None, shard, crew):
-        calls.append((settings, out, shard, crew))
+    def make_run(plan, progress, *, shard, crew):
+        calls.append((*plan, shard, crew))
         return SimpleNamespace(complete=True)
 
+    monkeypatch.setattr(command, "_planned", lambda settings, out, _: (settings, out))
     monkeypatch.setitem(sys.modules, "ia_mech.collect.job", SimpleNamespace(make_run=make_run))
     shown = SimpleNamespace(print_run=lambda run, full: None, print_shard=None)
     monkeypatch.setitem(sys.modules, "ia_mech.collect.summary", shown)

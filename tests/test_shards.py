@@ -115,7 +115,7 @@ def test_what_another_process_computes_is_waited_for(
     record = {key: whole.record[key] for key in whole.record if key != "format"}
     with RunWriter(out, record) as other, ThreadPoolExecutor(1) as pool:
         assert other.claim("contexts", name)
-        waiting = pool.submit(job.collect, SETTINGS, tiny_subject, out, progress)
+        waiting = pool.submit(sampled, SETTINGS, tiny_subject, out, progress)
         while not waiting.done() and not any("waiting for" in line for line in progress.lines):
             time.sleep(0.01)
         assert "waiting for 1 part(s) that other processes compute" in progress.lines

@@ -8,11 +8,11 @@ import pytest
 import tiny
 import torch
 from contract import LOGPROB
+from runs import sampled
 from safetensors.torch import save_file
 from test_intervene import by_plain_hooks, hooks_of, vectors
 
 from experiments.experiment import subject_of
-from ia_mech.collect.job import collect
 from ia_mech.engine.decode import Row, decode
 from ia_mech.engine.intervene import Add, ProjectOut, at_tokens
 from ia_mech.engine.sampling import stream_key
@@ -192,7 +192,7 @@ def configs(tmp_path_factory, vector):
 
 def test_a_run_is_sampled_scored_and_captured_under_a_vector(configs, tiny_subject, progress):
     folder, made = configs
-    runs = {name: collect(made[name], tiny_subject, folder / name, progress) for name in made}
+    runs = {name: sampled(made[name], tiny_subject, folder / name, progress) for name in made}
     assert runs["zero"].digest() == runs["plain"].digest()
     assert runs["zero"].identity_digest != runs["plain"].identity_digest
     assert (
@@ -235,5 +235,5 @@ def test_a_vector_of_another_model_is_refused_before_anything_is_written(
     replace(vector, weights_hash="0" * 16).save(other)
     config = replace(made["plain"], intervention=str(other))
     with pytest.raises(UserError, match="with the weights 0000000000000000, this model has"):
-        collect(config, tiny_subject, folder / "other", progress)
+        sampled(config, tiny_subject, folder / "other", progress)
     assert not (folder / "other").exists()

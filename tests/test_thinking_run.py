@@ -8,9 +8,9 @@ import families
 import pytest
 import tiny
 import torch
+from runs import sampled
 
 from ia_mech.chat.format import ChatFormat
-from ia_mech.collect.job import collect
 from ia_mech.display import Quiet
 from ia_mech.errors import UserError
 from ia_mech.judge.judging import items_of
@@ -46,7 +46,7 @@ def subject() -> Subject:
 
 @pytest.fixture(scope="module")
 def run(subject, tmp_path_factory) -> Run:
-    return collect(SETTINGS, subject, tmp_path_factory.mktemp("thinking") / "run", Quiet())
+    return sampled(SETTINGS, subject, tmp_path_factory.mktemp("thinking") / "run", Quiet())
 
 
 def test_a_thought_has_a_column_of_its_own_and_how_a_response_ended_is_known(run):
@@ -81,7 +81,7 @@ def test_a_judge_sees_no_thought(run):
 
 
 def test_kept_thoughts_are_of_the_same_responses(run, subject, tmp_path):
-    kept = collect(replace(SETTINGS, thinking="keep"), subject, tmp_path / "run", Quiet())
+    kept = sampled(replace(SETTINGS, thinking="keep"), subject, tmp_path / "run", Quiet())
     assert kept.responses.equals(run.responses)
     for row in kept.contexts.itertuples():
         thought = row.messages[-1].get("reasoning_content", "")
@@ -91,7 +91,7 @@ def test_kept_thoughts_are_of_the_same_responses(run, subject, tmp_path):
 def test_an_option_reaches_the_prompt_and_is_part_of_the_identity(run, subject, tmp_path):
     option = {"enable_thinking": False}
     settings = replace(SETTINGS, template_option=option, limit=1)
-    quick = collect(settings, subject, tmp_path / "run", Quiet())
+    quick = sampled(settings, subject, tmp_path / "run", Quiet())
     assert quick.contexts["response_thought"].isna().all()
     assert "thought" not in set(quick.contexts["response_finish_reason"])
     assert quick.responses["response"].tolist() != run.responses["response"].tolist()[:4]
@@ -99,7 +99,7 @@ def test_an_option_reaches_the_prompt_and_is_part_of_the_identity(run, subject, 
     assert quick.record["identity"]["chat"]["options"] == option
     assert Settings.read(quick.settings) == replace(settings, batch_rows=20)
     with pytest.raises(UserError, match="--template-option"):
-        collect(replace(settings, template_option=None), subject, tmp_path / "run", Quiet())
+        sampled(replace(settings, template_option=None), subject, tmp_path / "run", Quiet())
 
 
 # --- responses written elsewhere, and tools
@@ -128,7 +128,7 @@ def given(subject, tmp_path_factory) -> Run:
     settings = Settings(
         dataset=str(folder / "chats.jsonl"), limit=None, temperatures=(), max_new_tokens=3
     )
-    return collect(settings, subject, folder / "run", Quiet())
+    return sampled(settings, subject, folder / "run", Quiet())
 
 
 def test_given_responses_have_their_thoughts_and_how_they_ended(given):

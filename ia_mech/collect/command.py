@@ -12,15 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ia_mech import cli
-from ia_mech.cli import (
-    Parser,
-    one_line,
-    path_of,
-    run_command,
-    tolerant_streams,
-)
+from ia_mech.cli import Parser, one_line, path_of, run_command, tolerant_streams
+from ia_mech.display import Bar, Progress
 from ia_mech.errors import UserError
 from ia_mech.models.embedded import refuse_missing_model
+from ia_mech.run import Run, layout
+from ia_mech.run.integrity import without_folders
+from ia_mech.run.writer import kept_draws, refuse_another
 from ia_mech.settings import (
     FIRST,
     RUN,
@@ -34,8 +32,7 @@ from ia_mech.settings import (
 )
 
 if TYPE_CHECKING:
-    from ia_mech.display import Progress
-    from ia_mech.run import Run
+    from ia_mech.collect.plan import Plan
 
 DESCRIPTION = """\
 Give a chat model a query and a response, open the user header of its chat template, and let it
@@ -126,30 +123,19 @@ def main(argv: list[str] | None = None) -> int:
         nonlocal out
         settings = settings_of(args)
         out = out or settings.folder()
-        # All of this before torch is loaded, which takes seconds.
-        from ia_mech.data.conversations import local
-        from ia_mech.display import Bar
-        from ia_mech.run.layout import refuse_as_run
-
-        refuse_missing_model(settings.model)
-        refuse_as_run(out)
-        _refuse_other_settings(settings, out)
-        source = settings.conversations()
-        data = source, list(source) if local(settings.dataset) else source
         bar = Bar()
-        bar.say(f"loading {one_line(settings.model)} …")  # a busy machine imports for a minute
+        plan = _planned(settings, out, bar)
         if args.dry_run:
-            from ia_mech.collect.plan import Plan
             from ia_mech.collect.summary import print_plan
 
-            print_plan(Plan(settings, out, data=data), args.shard)
+            print_plan(plan, args.shard)
             return
         from ia_mech.collect.job import make_run
         from ia_mech.collect.summary import print_run, print_shard
         from ia_mech.engine.workers import Crew
 
         crew = Crew(args.workers, args.threads)
-        run = make_run(settings, out, bar, data=data, shard=args.shard, crew=crew)
+        run = make_run(plan, bar, shard=args.shard, crew=crew)
         if run.complete:
             print_run(run, args.full)
         else:
@@ -164,28 +150,32 @@ def settings_of(args: argparse.Namespace) -> Settings:
     return Settings.read({k: v for k, v in vars(args).items() if k in names})
 
 
-def _refuse_other_settings(settings: Settings, out: Path) -> None:
-    """Refuse to go on with a run of other settings at once; a plan compares all else."""
-    if not (out / cli.RUN).is_file():
-        return
-    from ia_mech.run.integrity import read_record, without_folders
-    from ia_mech.run.writer import refuse_another
+def _planned(settings: Settings, out: Path, progress: Progress) -> "Plan":
+    """The plan of a run. What can be refused before torch is loaded, which takes seconds, is
+    refused first."""
+    refuse_missing_model(settings.model)
+    layout.refuse_as_run(out)
+    if (out / layout.RUN).is_file():
+        there, wanted = Run(out).record, settings.to_dict()
+        if settings.batch_rows is None:  # it depends on the device
+            wanted["batch_rows"] = there["identity"]["settings"]["batch_rows"]
+        refuse_another(out, there, {"identity": without_folders({"settings": wanted})}, flag_of)
+    source = settings.conversations()
+    progress.say(f"loading {one_line(settings.model)} …")  # a busy machine imports for a minute
+    from ia_mech.collect.plan import Plan
 
-    there, wanted = read_record(out)[0], settings.to_dict()
-    if settings.batch_rows is None:  # it depends on the device
-        wanted["batch_rows"] = there["identity"]["settings"]["batch_rows"]
-    refuse_another(out, there, {"identity": without_folders({"settings": wanted})}, flag_of)
+    return Plan(settings, out, source=source)
 
 
 def sample(
     out: str | Path | None = None,
     *,
-    progress: "Progress | None" = None,
+    progress: Progress | None = None,
     shard: str | None = None,
     workers: int | None = None,
     threads: int | None = None,
     **settings: Any,
-) -> "Run":
+) -> Run:
     """Make a run, or go on with it: ``ia-mech sample`` as a function.
 
     Args:
@@ -209,15 +199,15 @@ def sample(
     chosen = Settings.read(settings)
     folder = _argument("out", out, path_of) or chosen.folder()
     share = _argument("shard", shard, shard_of) or WHOLE
-    _refuse_other_settings(chosen, folder)
     asked = {"workers": workers, "threads": threads}
     crew = {name: _argument(name, number, cli.threads) for name, number in asked.items()}
 
+    shown = progress or Bar()
+    plan = _planned(chosen, folder, shown)
     from ia_mech.collect.job import make_run
-    from ia_mech.display import Bar
     from ia_mech.engine.workers import Crew
 
-    return make_run(chosen, folder, progress or Bar(), shard=share, crew=Crew(**crew))
+    return make_run(plan, shown, shard=share, crew=Crew(**crew))
 
 
 def _argument(name: str, value: Any, parse: Callable[[str], Any]) -> Any:
@@ -226,9 +216,6 @@ def _argument(name: str, value: Any, parse: Callable[[str], Any]) -> Any:
 
 def _kept(out: Path | None) -> str:
     """What an interrupted run has on the disk."""
-    from ia_mech.run import Run, layout
-    from ia_mech.run.writer import kept_draws
-
     nothing = "no part was finished, so nothing was kept; the same command begins again"
     if out is None or not (out / layout.RUN).exists():
         return nothing

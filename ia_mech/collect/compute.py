@@ -58,13 +58,8 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Computation:
-    """How a run computes.
-
-    Attributes:
-        subject: the model.
-        plan: of the run.
-        read: a response's text from its ids and its prompt's; several workers may call it at once.
-    """
+    """How a run computes. ``read`` gives a response's text, from its ids and its prompt's; several
+    workers may call it at once."""
 
     subject: Subject
     plan: Plan
@@ -121,7 +116,7 @@ class Computation:
                     batch = [(row.token_ids.tolist(), row.finish_reason) for row in rows]
                 batches.append(batch)
                 cut = sum(ended in layout.UNFINISHED for _, ended in batch)
-                work.responded(len(batch), cut)
+                work.phase.responded(len(batch), cut)
                 for (number, _), (ids, ended) in zip(
                     wanted[start : start + held], batch, strict=True
                 ):
@@ -205,7 +200,7 @@ class Computation:
         prefixes = [self._prefix(context) for context in contexts]
         groups, order = prefill_all(model, prefixes, work.prefilled)
         members = [contexts[number] for number in order]  # in the order of the groups
-        scored = self._real_follow_ups(groups, members, work)
+        scored = self._real_follow_ups(groups, members)
         rows = [
             Row(
                 number,
@@ -245,7 +240,7 @@ class Computation:
         return Prefix(context.chat.ids, places, context.at_context)
 
     def _real_follow_ups(
-        self, groups: list[Prefilled], members: list[PreparedContext], work: PartProgress
+        self, groups: list[Prefilled], members: list[PreparedContext]
     ) -> dict[int, Scored]:
         """Scores of the real follow-ups, by the number of their context."""
         turns = []
@@ -259,6 +254,5 @@ class Computation:
             groups,
             turns,
             scored_temperatures(self.settings.temperatures),
-            on_tokens=work.scored,
         )
         return {turn.context: one for turn, one in zip(turns, scores, strict=True)}

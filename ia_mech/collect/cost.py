@@ -1,6 +1,5 @@
 """How much disk, memory and time a run takes, and what ``--dry-run`` says."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from ia_mech.collect.compute import DRAWS
 from ia_mech.collect.memory import Memory
 from ia_mech.collect.parts import Parts
 from ia_mech.collect.plan import Plan
-from ia_mech.engine.memory import Footprint, part_bytes
+from ia_mech.engine.memory import Footprint
 from ia_mech.engine.workers import usable_cores
 from ia_mech.errors import UserError
 from ia_mech.models.load import resolve_dtype, stored_dtype, text_config
@@ -22,21 +21,6 @@ from ia_mech.settings import Shard
 # (AVX-512, 96 rows), and of a GPU, as estimated.
 OPERATIONS = {"cpu": 4e10, "cuda": 2e14}
 BANDWIDTH = {"cpu": 1.4e10, "cuda": 2e12}
-
-
-def known_footprint(plan: Plan, dtype: torch.dtype) -> Footprint | None:
-    """What the model holds in memory, if the run or another one beside it has recorded that."""
-    known = plan.identity["settings"]
-    for file in [plan.out / layout.RUN, *sorted(plan.out.parent.glob(f"*/{layout.RUN}"))]:
-        try:
-            record = json.loads(file.read_text())
-            there = record["identity"]
-            same = all(there["settings"][name] == known[name] for name in ("model", "revision"))
-            if same and there["model"]["dtype"] == str(dtype).removeprefix("torch."):
-                return Footprint.read(record["footprint"])
-        except (OSError, ValueError, LookupError, TypeError):  # none, or not of this version
-            continue
-    return None
 
 
 def run_bytes(plan: Plan, parts: Parts, itemsize: int) -> int:
@@ -77,8 +61,6 @@ def plan_lines(plan: Plan, shard: Shard) -> dict[str, str]:
     read, longest = sum(one.tokens for one in mine), max((one.tokens for one in mine), default=0)
     writing = sum(bool(one.prompt) for one in mine)
     draws = DRAWS if settings.wants_finished else 1
-    tokens = each * contexts * settings.max_new_tokens
-    tokens += writing * draws * settings.max_response_tokens
     redrawn = f" (up to {draws * writing} draws, until enough are finished and differ)"
     rows = [each * len(part) for part in parts.contexts.values()]
     rows += [sum(bool(plan.contexts[i].prompt) for i in one) for one in parts.responses.values()]
@@ -94,43 +76,40 @@ def plan_lines(plan: Plan, shard: Shard) -> dict[str, str]:
         "positions kept": ", ".join(plan.positions),
         "context tokens": f"{read} (longest {longest})",
         "user turns": f"{each * contexts} x at most {settings.max_new_tokens} tokens",
-        "new tokens": f"at most {tokens}, responses included",
         "parts": f"{len(rows)}; a kill costs a worker at most one of {max(rows, default=0)} turns",
-        **_memory_and_time(plan, parts, dtype, read, writing),
+        "time": time_text(_seconds(plan, parts, dtype, read, writing)),
         "bytes to be written": f"{written}, to {plan.out}",
-        "of this already there": _kept(plan.out),
+        **_there(plan),
         "once for this model": f"{lens}, its final norm and unembedding, if not kept yet",
     }
 
 
-def _kept(out: Path) -> str:
-    """What is there already of the run that the command would go on with."""
-    if not (out / layout.RUN).is_file():
-        return "nothing"
-    run = Run.open(out)
-    if run.complete:
-        return "all of it: nothing would be computed again"
-    counts = ", ".join(f"{count} {kind}" for kind, count in run.counts.items())
-    return f"{counts}; all above is of the whole run"
+def _there(plan: Plan) -> dict[str, str]:
+    """What is there already of the run that the command would go on with. It says how much memory a
+    part takes, too: that is measured with the weights."""
+    kept, memory = "nothing", "said here once the run has begun: it is measured with the weights"
+    if (plan.out / layout.RUN).is_file():
+        run = Run.open(plan.out)
+        counts = ", ".join(f"{count} {kind}" for kind, count in run.counts.items())
+        kept = f"{counts}; all above is of the whole run"
+        if run.complete:
+            kept = "all of it: nothing would be computed again"
+        size = Footprint.read(run.record["footprint"])
+        memory = memory_text(size, Memory(plan, size, run.record["part_room"]).part_bytes)
+    return {"of this already there": kept, "memory": memory}
 
 
-def _memory_and_time(
-    plan: Plan, parts: Parts, dtype: torch.dtype, read: int, written: int
-) -> dict[str, str]:
-    """Memory, and about how long contexts of so many tokens take, with so many responses, none of
-    which ends before its limit."""
-    settings, device, size = plan.settings, plan.device, known_footprint(plan, dtype)
-    part = 0
-    if size is not None:
-        room = part_bytes(device, size.weights, settings.device_map is not None)
-        part = Memory(plan, size, room).part_bytes
-    rows, count, pace = len(settings.rows()), len(parts.contexts), Pace(plan.config, dtype, device)
-    steps, many = settings.max_new_tokens, settings.max_response_tokens
-    batches = count * -(-rows // plan.batch_rows)
-    seconds = pace.seconds(rows * len(parts.orders) * steps, batches * steps)
-    seconds += pace.seconds(written * many, len(parts.responses) * many)
-    seconds += pace.seconds(read, count)
-    return {"memory": memory_text(size, part), "time": time_text(seconds)}
+def _seconds(plan: Plan, parts: Parts, dtype: torch.dtype, read: int, written: int) -> float:
+    """About how long contexts of so many tokens take, with so many responses, none of which ends
+    before its limit."""
+    settings, pace = plan.settings, Pace(plan.config, dtype, plan.device)
+    rows, count, steps = len(settings.rows()), len(parts.contexts), settings.max_new_tokens
+    batches, many = count * -(-rows // plan.batch_rows), settings.max_response_tokens
+    return (
+        pace.seconds(rows * len(parts.orders) * steps, batches * steps)
+        + pace.seconds(written * many, len(parts.responses) * many)
+        + pace.seconds(read, count)
+    )
 
 
 class Pace:
@@ -161,10 +140,8 @@ def size_text(count: int) -> str:
     return f"{count} bytes"
 
 
-def memory_text(size: Footprint | None, part: int) -> str:
+def memory_text(size: Footprint, part: int) -> str:
     """How much memory the weights take, and each part that is being computed."""
-    if size is None:
-        return "said here once a run of this model has begun: it is measured with the weights"
     weights = size_text(size.weights)
     return f"{weights} for weights, at most {size_text(part)} for each part in work"
 

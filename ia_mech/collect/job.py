@@ -10,12 +10,10 @@ logits, all sampled rows and the scores of real follow-ups.
 import copy
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby
-from pathlib import Path
 
 from safetensors import SafetensorError
 
@@ -30,7 +28,7 @@ from ia_mech.collect.parts import Parts
 from ia_mech.collect.plan import Plan, probe_ids
 from ia_mech.collect.progress import PartProgress, PhaseProgress
 from ia_mech.collect.rows import ContextResult, PreparedContext, tables
-from ia_mech.data.conversations import Conversation, ConversationSource
+from ia_mech.data.conversations import Conversation
 from ia_mech.display import Progress
 from ia_mech.engine.check import check_engine
 from ia_mech.engine.intervene import Intervention
@@ -43,32 +41,20 @@ from ia_mech.models.load import Subject, load, remember
 from ia_mech.run import Run, RunWriter
 from ia_mech.run.integrity import without_folders
 from ia_mech.run.reader import UNANSWERED
-from ia_mech.settings import WHOLE, Settings, Shard, flag_of
+from ia_mech.settings import WHOLE, Shard, flag_of
 
 # What is changed in the context of a conversation.
 Interventions = Callable[[Conversation, ChatContext], Sequence[Intervention]]
 PATIENCE = 1  # seconds between looks at the parts that other processes compute
 
 
-def make_run(
-    settings: Settings,
-    out: Path,
-    progress: Progress,
-    *,
-    data: tuple[ConversationSource, Iterable[Conversation]] | None = None,
-    shard: Shard = WHOLE,
-    crew: Crew = ANY,
-) -> Run:
-    """Load the model and make a run, or go on with it; keep the model's lens as well.
-
-    ``data`` as for :class:`ia_mech.collect.plan.Plan`; other arguments, and Raises: see
-    :func:`execute`.
-    """
-    plan = Plan(settings, out, data=data)
+def make_run(plan: Plan, progress: Progress, *, shard: Shard = WHOLE, crew: Crew = ANY) -> Run:
+    """Load the model, and make a run as :func:`collect` does; keep the model's lens as well."""
+    settings = plan.settings
     if plan.data.text:
         progress.say(f"{one_line(settings.dataset)}: {plan.data.text}")
     subject = load(settings.model_spec)
-    run = execute(plan, subject, progress, shard=shard, crew=crew)
+    run = collect(plan, subject, progress, shard=shard, crew=crew)
     if run.counts["contexts"]:
         try:
             problem = save_lens(subject, run.contexts["token_ids"].iloc[0].tolist()[:64])
@@ -80,21 +66,6 @@ def make_run(
 
 
 def collect(
-    settings: Settings,
-    subject: Subject,
-    out: Path,
-    progress: Progress,
-    *,
-    shard: Shard = WHOLE,
-    crew: Crew = ANY,
-    interventions: Interventions | None = None,
-) -> Run:
-    """Plan and make a run of a loaded model: see :func:`execute`."""
-    plan = Plan(settings, out, subject.files)
-    return execute(plan, subject, progress, shard=shard, crew=crew, interventions=interventions)
-
-
-def execute(
     plan: Plan,
     subject: Subject,
     progress: Progress,
@@ -181,7 +152,6 @@ class _Job:
 
     def __post_init__(self) -> None:
         self.settings = self.plan.settings
-        self.left_out: dict[str, list[str]] = defaultdict(list)  # conversations, by part
         self.computation = Computation(self.subject, self.plan, _reader(self.plan.chat))
 
     def work(self, engine: Engine, shard: Shard, workers: int, threads: int) -> None:
@@ -216,9 +186,7 @@ class _Job:
 
     def _begin_session(self, engine: Engine, shard: Shard) -> None:
         here, say = machine(self.subject, self.threads), self.progress.say
-        sessions = Run(self.writer.path).sessions
-        own = [one for one in sessions if one.get("shard") == list(shard)]
-        for before in (own or sessions)[-1:]:
+        for before in Run(self.writer.path).sessions[-1:]:
             if changed := machine_changes(before, here):
                 say(
                     f"note: {changed} since this run was last worked on; turns written now may "
@@ -234,13 +202,10 @@ class _Job:
         if self.plan.vector is not None:
             say(f"steered: {self.plan.vector}")
         if self.plan.skipped:
-            say(f"skipped: {len(self.plan.skipped)} that can't be used, such as")
-            say(f"  {self.plan.skipped[0]}")
+            say(f"skipped: {len(self.plan.skipped)}, such as {self.plan.skipped[0]}")
         if engine.ignored:
             say(f"note: ignored check: {engine.ignored}")
             here["ignored_check"] = engine.ignored
-        if engine.why:
-            here["engine"] = str(engine)
         self.writer.start_session(here | {"shard": list(shard), "workers": self.workers})
 
     def _compute_parts(
@@ -370,22 +335,20 @@ class _Job:
             name: (each * len(part), sum(planned[i].tokens for i in part))
             for name, part in self.parts.contexts.items()
         }
-        written_so_far = Run(self.writer.path)
-        responses = written_so_far.responses
-        self._say_left_out(written_so_far)
+        run = Run(self.writer.path)
+        if problem := run.unanswered_text:
+            run.refuse_unanswered()
+            self.progress.say(f"note: left out: {problem}; to keep more, {UNANSWERED}")
         most = self.settings.max_new_tokens
         work = PhaseProgress(self.progress, "user turns", "turn", sizes, todo, most)
-        usable = responses[responses["order"].notna()].to_dict("records")
-        written = {int(row["order"]): row for row in usable}
+        taken = run.responses.dropna(subset="order").to_dict("records")
+        written = {int(row["order"]): row for row in taken}
 
         def prepare(name: str) -> list[PreparedContext]:
-            out, ready = self.left_out[name], []
-            for order in self.parts.contexts[name]:
-                if planned[order].prompt and order not in written:
-                    out.append(planned[order].conversation.id)
-                else:
-                    ready.append(self._prepare(order, written.get(order), out))
-            return [one for one in ready if one is not None]
+            part = self.parts.contexts[name]
+            usable = [order for order in part if order in written or not planned[order].prompt]
+            made = [self._prepare(order, written.get(order)) for order in usable]
+            return [one for one in made if one is not None]
 
         def write(
             name: str,
@@ -394,7 +357,7 @@ class _Job:
             limit: int | None,
         ) -> None:
             made = tables(contexts, results, self.settings, self.plan.chat)
-            self.writer.add_contexts(name, *made, limit, self.left_out[name])
+            self.writer.add_contexts(name, *made, limit)
 
         def compute(
             _: str, some: list[PreparedContext], limit: int, begun: PartProgress
@@ -403,24 +366,9 @@ class _Job:
 
         self._compute_parts("contexts", work, todo, each, prepare, compute, write)
 
-    def _say_left_out(self, run: Run) -> None:
-        """Say how many queries have too few responses that are finished and differ.
-
-        Raises:
-            UserError: the run has no context at all.
-        """
-        if problem := run.unanswered_text:
-            run.refuse_unanswered()
-            self.progress.say(f"note: left out: {problem}; to keep more, {UNANSWERED}")
-
-    def _prepare(
-        self, order: int, written: dict | None, left_out: list[str]
-    ) -> PreparedContext | None:
-        """A context ready for the engine; None where its written response can't be used.
-
-        One that the model wrote may be refused by the template; such a conversation is reported and
-        ``left_out``. All others are rendered since before anything was written.
-        """
+    def _prepare(self, order: int, written: dict | None) -> PreparedContext | None:
+        """A context ready for the engine. It is None, and that is said, where the template refuses
+        the response that the model wrote."""
         planned, vector = self.plan.contexts[order], self.plan.vector
         conversation, rendered = planned.conversation, planned.rendered
         try:
@@ -439,7 +387,6 @@ class _Job:
             if written is None:
                 raise
             self.progress.say(f"conversation {conversation.id} is left out: {error.problem}")
-            left_out.append(conversation.id)
             return None
         at_turn = vector.at_turn if vector else ()
         return PreparedContext(order, conversation, written, context, turn, tuple(steered), at_turn)

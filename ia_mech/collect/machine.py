@@ -18,7 +18,6 @@ def machine(subject: Subject, threads: int) -> dict:
     """The facts of this machine, the threads of a worker among them."""
     on_gpu = subject.device.type == "cuda"
     return {
-        **(_gpu(subject.device) if on_gpu else {}),
         "machine": platform.machine(),
         "device": torch.cuda.get_device_name(subject.device) if on_gpu else platform.processor(),
         "cpus": os.cpu_count(),
@@ -28,7 +27,6 @@ def machine(subject: Subject, threads: int) -> dict:
         "kernels": {name: version_of(name) for name in KERNELS},
         "python": platform.python_version(),
         "matmul_precision": torch.get_float32_matmul_precision(),
-        "cudnn_tf32": torch.backends.cudnn.allow_tf32,
     }
 
 
@@ -47,20 +45,3 @@ def machine_changes(before: dict, now: dict) -> str:
         for name, value in now.items()
         if before.get(name) != value
     )
-
-
-def _gpu(device: torch.device) -> dict:
-    """What rounding on a GPU depends on besides: its kernels, and how they may add up."""
-    matmul = torch.backends.cuda.matmul
-    return {
-        "capability": ".".join(map(str, torch.cuda.get_device_capability(device))),
-        "cuda": torch.version.cuda,
-        "sdpa": [
-            name
-            for name in ("flash", "mem_efficient", "math", "cudnn")
-            if getattr(torch.backends.cuda, f"{name}_sdp_enabled")()
-        ],
-        "matmul_tf32": matmul.allow_tf32,
-        "bf16_reduced_precision_sums": matmul.allow_bf16_reduced_precision_reduction,
-        "fp16_reduced_precision_sums": matmul.allow_fp16_reduced_precision_reduction,
-    }

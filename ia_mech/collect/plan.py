@@ -7,7 +7,6 @@ What can be refused without weights is refused here.
 
 import hashlib
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,7 +30,7 @@ from ia_mech.models.load import (
     resolve_device,
     text_config,
 )
-from ia_mech.run import integrity, layout
+from ia_mech.run import Run, integrity, layout
 from ia_mech.run.writer import refuse_another
 from ia_mech.settings import Settings, flag_of
 from ia_mech.steering import SteeringVector
@@ -61,17 +60,11 @@ class PlannedContext:
 class Plan:
     """The plan of a run. All shards of a run make the same.
 
-    Args:
-        settings: that were asked for.
-        out: the run's folder.
-        files: of the model; they are read here if they aren't given.
-        data: a source of conversations, and what it gives; opened here if it isn't given.
+    ``files`` of the model and the ``source`` of conversations are opened here if they aren't given.
 
     Attributes:
         settings: with their ``batch_rows``, the most rows that are decoded together.
-        out, device, config, source: the run's folder, what computes, the model's configuration, and
-            where the conversations come from.
-        chat: the model's chat format.
+        out: the run's folder.
         positions: names of those that are kept, in the template's order.
         vector: that the model is steered with.
         contexts: in the run's order.
@@ -81,10 +74,8 @@ class Plan:
         identity: what two runs must share to be one run, as far as it is known without weights.
 
     Raises:
-        UserError: a device, a folder, a vector or a dataset that can't be used; positions, tokens
-            or a vector's layer that the model hasn't; the folder holds another run; or, where such
-            conversations aren't to be skipped, a missing response, a context longer than the
-            model's, or a refusing template.
+        UserError: a device, a vector, a dataset or a conversation that can't be used; positions,
+            tokens or a vector's layer that the model hasn't; or the folder holds another run.
     """
 
     def __init__(
@@ -92,13 +83,12 @@ class Plan:
         settings: Settings,
         out: Path,
         files: ModelFiles | None = None,
-        data: tuple[ConversationSource, Iterable[Conversation]] | None = None,
+        source: ConversationSource | None = None,
     ) -> None:
         self.out, self.device = out, resolve_device(settings.device)
         self.batch_rows = settings.batch_rows or BATCH_ROWS[self.device.type]
         self.settings = replace(settings, batch_rows=self.batch_rows)
-        layout.refuse_as_run(out)
-        self.source, conversations = data or 2 * (settings.conversations(),)
+        self.source = source or settings.conversations()
         file = settings.intervention
         self.vector = None if file is None else SteeringVector.load(file)
         files = files or load_files(settings.model_spec, needs_template=not settings.chat_template)
@@ -111,7 +101,7 @@ class Plan:
         self.contexts: list[PlannedContext] = []
         self._ids: dict[int, int] = {}  # of many equal numbers, all contexts hold one
         self.skipped: list[str] = []
-        for conversation in conversations:
+        for conversation in self.source:
             self._add(conversation)
         self.skipped += self.source.skipped
         self._refuse_nothing_to_do()
@@ -122,7 +112,7 @@ class Plan:
         self.parts = plan_parts(self.settings, self.device.type, written)
         self.identity = self._identity()
         if (out / layout.RUN).is_file():
-            refuse_another(out, integrity.read_record(out)[0], self.record, flag_of)
+            refuse_another(out, Run(out).record, self.record, flag_of)
 
     def render(self, conversation: Conversation) -> Rendered:
         """A conversation's context, and its real follow-up.

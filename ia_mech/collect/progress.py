@@ -90,18 +90,14 @@ class PhaseProgress:
 
 
 class PartProgress:
-    """What one worker has done of a part."""
+    """What one worker has done of a part of a ``phase``."""
 
     def __init__(self, phase: PhaseProgress, tokens: int) -> None:
-        self._phase, self._left, self._again = phase, tokens, False
+        self.phase, self._left, self._again = phase, tokens, False
 
     def prefilled(self, tokens: int) -> None:
         """So many tokens of contexts were prefilled."""
         self._report("prefilling", tokens)
-
-    def scored(self, tokens: int) -> None:
-        """So many tokens of given turns were scored, which the bar doesn't count."""
-        self._report("scoring", 0)
 
     def decoded(self, rows: int, ended: int, spared: int) -> None:
         """So many rows drew a token, and so many ended, with ``spared`` tokens that they might have
@@ -111,11 +107,7 @@ class PartProgress:
     def redraw(self, rows: int) -> None:
         """So many responses are drawn now to take the places of others."""
         self._again = True
-        self._phase.report("decoding", 0, again=rows)
-
-    def responded(self, written: int, unfinished: int) -> None:
-        """So many responses were written, of which some are unfinished."""
-        self._phase.responded(written, unfinished)
+        self.phase.report("decoding", 0, again=rows)
 
     def end(self) -> None:
         """The part is written: all of its work is done."""
@@ -124,4 +116,4 @@ class PartProgress:
     def _report(self, doing: str, tokens: int, drawn: int = 0, ended: int = 0) -> None:
         tokens = min(tokens, self._left)
         self._left -= tokens
-        self._phase.report(doing, tokens, drawn, ended)
+        self.phase.report(doing, tokens, drawn, ended)

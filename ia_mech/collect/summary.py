@@ -48,15 +48,13 @@ def temperature_table(run: Run) -> Table:
     return table
 
 
-def real_follow_up_table(run: Run) -> Table | None:
-    """How the model likes the real follow-ups, per dataset; None if the data has none.
+def real_follow_up_table(run: Run) -> Table:
+    """How the model likes the real follow-ups, per dataset.
 
     ``greedy writes`` is the share of follow-ups that greedy decoding writes whole, turn-end
     included.
     """
     scored = run.contexts[run.contexts["real_follow_up_logprob"].notna()]
-    if scored.empty:
-        return None
     generated = (scored["response_policy"] == "generated").any()
     table = _table(
         "the real follow-ups"
@@ -77,18 +75,12 @@ def real_follow_up_table(run: Run) -> Table | None:
     return table
 
 
-def several_responses(run: Run) -> str:
-    """How much the responses to a query differ, where there are several; else nothing."""
-    several = run.contexts[run.contexts["response_index"].notna()]
-    if several.empty:
-        return ""
-    texts = several["messages"].map(lambda messages: messages[-1]["content"])
-    of_query = texts.groupby([several["dataset"], several["source_id"]])
-    each, distinct = of_query.size(), of_query.nunique()
-    return (
-        f"responses per query: {each.mean():.3g}, of which {distinct.mean():.3g} differ (means "
-        f"over {len(each)} queries); queries with one text only: {int((distinct == 1).sum())}."
-    )
+def alike_text(run: Run) -> str:
+    """How many queries have responses of the same text; empty if none has."""
+    texts = run.contexts["messages"].map(lambda messages: messages[-1]["content"])
+    of_query = texts.groupby([run.contexts["dataset"], run.contexts["source_id"]])
+    alike = int((of_query.nunique() < of_query.size()).sum())
+    return f"{alike} of {len(of_query)} queries have responses that are alike" if alike else ""
 
 
 def _table(title: str) -> Table:
@@ -99,23 +91,6 @@ def _count_text(rows: pd.DataFrame) -> str:
     """How many there are, and how many of them follow an unfinished response."""
     unfinished = int(rows["response_unfinished"].sum())
     return f"{len(rows)} († {unfinished})" if unfinished else str(len(rows))
-
-
-def examples(run: Run, count: int = 3) -> Sequence[tuple[pd.Series, pd.Series]]:
-    """(context, generation) pairs spread over contexts and temperatures, chosen without looking.
-
-    The i-th is the first turn of the i-th of ``count`` evenly spaced contexts, at the i-th of as
-    many evenly spaced temperatures.
-    """
-    temperatures = [0.0, *run.settings["temperatures"]]
-    contexts, picked = run.contexts, []
-    count = min(count, len(contexts))
-    for i in range(count):
-        context = contexts.iloc[i * len(contexts) // count]
-        rows = run.generations[run.generations["order"] == context["order"]]
-        at = rows["temperature"] == temperatures[i * len(temperatures) // count]
-        picked.append((context, rows[at].iloc[0]))
-    return picked
 
 
 def print_plan(plan: Plan, shard: Shard) -> None:
@@ -138,14 +113,6 @@ def _print_line(line: str) -> None:
     console().print(one_line(line), markup=False, soft_wrap=True)
 
 
-# What the names of the tables' columns mean, where they are shown.
-LEGEND = {
-    "log p / token": "log p: raw (T = 1), nats, mean of turns.",
-    "entropy": "entropy: of the first token at T, nats.",
-    "greedy writes": "greedy writes: share of follow-ups that greedy decoding writes whole.",
-}
-
-
 def print_shard(run: Run, shard: Shard) -> None:
     """A shard that is done, of a run of which other parts are lacking."""
     found = ", ".join(f"{count} {kind}" for kind, count in run.counts.items())
@@ -166,14 +133,14 @@ def print_run(run: Run, full: bool = False) -> None:
     screen.print()
     _print_examples(run)
     screen.print()
-    more = [table for table in [real_follow_up_table(run)] if table is not None]
-    shown = [temperature_table(run), *(more if full else [])]
-    for table in shown:
-        screen.print(table)
-    columns = {column.header for table in shown for column in table.columns}
-    screen.print(" ".join(text for name, text in LEGEND.items() if name in columns), soft_wrap=True)
-    if left_out := 1 + len(more) - len(shown):
-        _print_line(f"--full: {left_out} more table")
+    screen.print(temperature_table(run))
+    _print_line("log p: raw (T = 1), nats, mean of turns. entropy: of the first token at T, nats.")
+    if run.contexts["real_follow_up_logprob"].notna().any():
+        if full:
+            screen.print(real_follow_up_table(run))
+            _print_line("greedy writes: share of follow-ups that greedy decoding writes whole.")
+        else:
+            _print_line("--full: 1 more table")
     for line in _notes(run):
         _print_line(line)
     _print_skipped(run.record.get("skipped", []))
@@ -205,24 +172,28 @@ def _what_it_is(run: Run) -> Iterator[str]:
     )
 
 
-def _print_examples(run: Run) -> None:
-    turns = examples(run)
-    heading = ("no user turn", "one user turn", "two user turns", "three user turns")[len(turns)]
-    _print_line(f"{heading} (evenly spaced, not chosen)")
-    for context, turn in turns:
+def _print_examples(run: Run, most: int = 3) -> None:
+    """User turns chosen without looking: the i-th is the first turn of the i-th of some evenly
+    spaced contexts, at the i-th of as many evenly spaced temperatures."""
+    temperatures, count = [0.0, *run.settings["temperatures"]], min(most, len(run.contexts))
+    _print_line(f"{count} user turns (evenly spaced, not chosen)")
+    for i in range(count):
+        context = run.contexts.iloc[i * len(run.contexts) // count]
+        t = temperatures[i * len(temperatures) // count]
+        turns = run.generations[run.generations["order"] == context["order"]]
         query, response = exchange(context["messages"])
-        temperature = f"T = {turn['temperature']:g}" if turn["temperature"] else "greedy"
         flag = " † unfinished" if context["response_unfinished"] else ""
-        _print_line(f"  {one_line(context['context_id'], 40)} · {temperature}")
+        text = turns.loc[turns["temperature"] == t, "text"].iloc[0]
+        _print_line(f"  {one_line(context['context_id'], 40)} · {f'T = {t:g}' if t else 'greedy'}")
         _print_line(f"    query:     {one_line(query, 90)}")
         _print_line(f"    response:  {one_line(response, 90)}{flag}")
-        _print_line(f"    user turn: {one_line(turn['text'], 160)}")
+        _print_line(f"    user turn: {one_line(text, 160)}")
 
 
 def _notes(run: Run) -> Iterator[str]:
     """What a reader has to know before believing the numbers."""
-    if line := several_responses(run):
-        yield line
+    if line := alike_text(run):
+        yield f"note: {line}"
     if words := random_blocks_text(run.settings["random_blocks"]):
         yield f"note: {run.model['name']}{words}: a control, not a model that anyone trained"
     if opening := run.settings["opening"]:

@@ -33,7 +33,7 @@ def dataset_card(record: dict[str, Any], contexts: pd.DataFrame) -> str:
         said += "came after another response than the model's, which is here"
     return f"""\
 ---
-{TABLES if len(contexts) else ""}tags:
+{TABLES}tags:
 - user-turn-generation
 ---
 

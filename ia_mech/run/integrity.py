@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,21 +104,19 @@ def without_folders(known: dict[str, Any]) -> dict[str, Any]:
     return known
 
 
-def changed_values(there: dict[str, Any], wanted: dict[str, Any]) -> dict[str, str]:
-    """Where two identities differ: dotted name → both values, in words."""
-    return dict(_differences(there, wanted))
-
-
-def _differences(
+def changed_values(
     there: dict[str, Any], wanted: dict[str, Any], prefix: str = ""
-) -> Iterator[tuple[str, str]]:
+) -> dict[str, str]:
+    """Where two identities differ: dotted name → both values, in words."""
+    found: dict[str, str] = {}
     for key in sorted({*there, *wanted}):
         a, b = there.get(key), wanted.get(key)
         if isinstance(a, dict) and isinstance(b, dict):
-            yield from _differences(a, b, f"{prefix}{key}.")
+            found |= changed_values(a, b, f"{prefix}{key}.")
         elif a != b:
             values = f"is {_short(a)} there, {_short(b)} here"
-            yield f"{prefix}{key}", "differs" if "sha256" in key or "hash" in key else values
+            found[prefix + key] = "differs" if "sha256" in key or "hash" in key else values
+    return found
 
 
 def _short(value: Any) -> str:

@@ -35,13 +35,17 @@ from ia_mech.run import integrity
 
 KEY = ("context_id", "temperature", "sample")  # names a user turn within its run
 
+_TURN = [
+    ("context_id", pa.string()),
+    ("temperature", pa.float64()),
+    ("sample", pa.int32()),
+    ("category", pa.string()),
+    ("follow_up", pa.bool_()),
+]
+_DECOY = [("decoy", pa.string()), ("shown", pa.string())]
 JUDGEMENTS = pa.schema(
     [
-        ("context_id", pa.string()),
-        ("temperature", pa.float64()),
-        ("sample", pa.int32()),
-        ("category", pa.string()),
-        ("follow_up", pa.bool_()),
+        *_TURN,
         ("status", pa.string()),
         ("rationale", pa.string()),
         ("scores", pa.string()),
@@ -56,24 +60,18 @@ JUDGEMENTS = pa.schema(
         ("answer", pa.string()),
         ("reasoning", pa.string()),
         ("served", pa.string()),
-        ("decoy", pa.string()),
-        ("shown", pa.string()),
+        *_DECOY,
     ]
 )
 
 ANNOTATIONS = pa.schema(
     [
-        ("context_id", pa.string()),
-        ("temperature", pa.float64()),
-        ("sample", pa.int32()),
-        ("category", pa.string()),
-        ("follow_up", pa.bool_()),
+        *_TURN,
         ("note", pa.string()),
         ("sheet", pa.string()),
         ("stratum", pa.string()),
         ("inclusion_probability", pa.float64()),
-        ("decoy", pa.string()),
-        ("shown", pa.string()),
+        *_DECOY,
     ]
 )
 CATEGORICAL = ("context_id", "category", "status", "decoy", "shown")

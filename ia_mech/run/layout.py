@@ -47,14 +47,18 @@ RESPONSES = pa.schema(
     ]
 )
 
+# The first columns of contexts and of generations.
+_KEYS = [
+    ("context_id", pa.string()),
+    ("source_id", pa.string()),
+    ("dataset", pa.string()),
+    ("perturbation", pa.string()),
+    ("order", pa.int64()),
+    ("response_index", pa.int32()),
+]
 GENERATIONS = pa.schema(
     [
-        ("context_id", pa.string()),
-        ("source_id", pa.string()),
-        ("dataset", pa.string()),
-        ("perturbation", pa.string()),
-        ("order", pa.int64()),
-        ("response_index", pa.int32()),
+        *_KEYS,
         ("response_unfinished", pa.bool_()),
         ("temperature", pa.float64()),
         ("sample", pa.int32()),
@@ -97,12 +101,7 @@ def contexts_schema(position_names: Iterable[str]) -> pa.Schema:
     """Columns of ``contexts/``; ``positions`` has one field per named position of the template."""
     return pa.schema(
         [
-            ("context_id", pa.string()),
-            ("source_id", pa.string()),
-            ("dataset", pa.string()),
-            ("perturbation", pa.string()),
-            ("order", pa.int64()),
-            ("response_index", pa.int32()),
+            *_KEYS,
             ("messages", _MESSAGES),
             ("real_follow_up", pa.string()),
             ("answer", pa.string()),
@@ -171,12 +170,6 @@ def layer_name(layer: int) -> str:
     return f"layer_{layer:02d}"
 
 
-def holds_other_files(folder: Path) -> bool:
-    """Whether a folder holds files but no run; a half-written ``run.json`` doesn't count."""
-    names = [path.name for path in folder.iterdir()]
-    return RUN not in names and not all(name.startswith(f"{RUN}.") for name in names)
-
-
 def refuse_as_run(folder: Path) -> None:
     """Refuse a folder in which no run can be begun or resumed.
 
@@ -185,7 +178,9 @@ def refuse_as_run(folder: Path) -> None:
     """
     refuse_inside_run(folder)
     refuse_unwritable(folder, "give another --out or set IA_MECH_CACHE")
-    if folder.is_dir() and holds_other_files(folder):
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    # A half-written run.json doesn't count.
+    if RUN not in names and not all(name.startswith(f"{RUN}.") for name in names):
         raise UserError(f"{folder} holds files but no run", "give an empty or new folder as --out")
 
 
@@ -216,16 +211,11 @@ def refuse_unwritable(folder: Path, remedy: str = "give another --out") -> None:
         raise UserError(f"{there} is not writable ({error.strerror})", remedy) from None
 
 
-def check_output(path: Path, kind: str | None = None) -> None:
+def check_output(path: Path) -> None:
     """Refuse a file that can't be written, before its content is computed.
 
-    Args:
-        path: as the user named it.
-        kind: ``json``, ``csv`` or ``parquet``: the ending that the name must have; None for any.
-
     Raises:
-        UserError: the path is a folder or a device, its folder isn't there or is a run's, or the
-            name has another ending.
+        UserError: the path is a folder or a device, or its folder isn't there or is a run's.
     """
     if path.is_dir():
         raise UserError(f"{path} is a folder", "name a file in it")
@@ -235,5 +225,3 @@ def check_output(path: Path, kind: str | None = None) -> None:
         raise UserError(f"{path}: there is no folder {path.parent}", "make it first")
     refuse_unwritable(path.parent, "name a file in another folder")
     refuse_inside_run(path)
-    if kind is not None and path.suffix.lower() != f".{kind}":
-        raise UserError(f"{path} would hold {kind.upper()}", f"give it a name that ends in .{kind}")

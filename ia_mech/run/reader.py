@@ -11,7 +11,6 @@ import warnings
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
-from html import escape
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
@@ -28,7 +27,6 @@ from ia_mech.cli import expanded
 from ia_mech.errors import UserError
 from ia_mech.run import integrity, layout
 from ia_mech.run.labels import Labels
-from ia_mech.untrusted import visible
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,6 +53,8 @@ class Run:
         self.sessions: list[dict[str, Any]] = []
         self._parts: dict[tuple[str, str], dict[str, Any]] = {}  # by kind and name
         for file in sorted((self.path / layout.MANIFESTS).glob("*.json")):
+            if not file.is_file():  # a link to nowhere, or a pipe
+                continue
             part = integrity.read_manifest(file, digest)
             self._parts[part["kind"], part["name"]] = part
             if part["session"] not in self.sessions:
@@ -212,11 +212,7 @@ class Run:
     @property
     def policies(self) -> pd.DataFrame:
         """Of each context whether its response was given, and its real follow-up."""
-        names = ["response_policy", "real_follow_up"]
-        parts = [part for part in self.parts("contexts") if part["contexts"]]
-        if not parts:
-            return pd.DataFrame(columns=names)
-        return self._table("contexts", names, parts).to_pandas()
+        return self._table("contexts", ["response_policy", "real_follow_up"]).to_pandas()
 
     @cached_property
     def metadata(self) -> pd.DataFrame:
@@ -418,23 +414,6 @@ class Run:
         """The kept positions with their tokens: ``response_end, turn_end '<|im_end|>', …``."""
         kept = self.positions.items()
         return ", ".join(name if token is None else f"{name} {token!r}" for name, token in kept)
-
-    def _repr_html_(self) -> str:
-        rows = {
-            "folder": self.path,
-            "model": self.model["name"],
-            "dataset": self.settings["dataset"],
-            "contexts": f"{self.counts['contexts']}{'' if self.complete else ' so far'}",
-            "temperatures": ", ".join(["greedy", *map(str, self.settings["temperatures"])]),
-            "layers": f"0 (embeddings) … {self.layers[-1]}",
-            "positions": self._positions_text,
-            "judges": ", ".join(self.labels.judges) or "none",
-        }
-        cells = (
-            f"<tr><th>{name}</th><td>{escape(visible(str(value)))}</td></tr>"
-            for name, value in rows.items()
-        )
-        return f"<table>{''.join(cells)}</table>"
 
     def residuals(
         self,

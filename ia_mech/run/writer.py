@@ -10,7 +10,7 @@ the lock if the process dies.
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,7 +94,7 @@ class RunWriter:
         """
         run, problems = Run(self.path), []
         done = [part for part in run.parts(kind) if part["name"] in names]
-        self._refuse_lost_folders([Path(file) for part in done for file in part["files"]])
+        self._refuse_lost_folders(done)
         for part in done:
             files = part["files"]
             hashed = files if run.complete else layout.texts_of(files)
@@ -104,13 +104,14 @@ class RunWriter:
                 problems.append(f"part {part['name']} of the {kind} is damaged: {problem}")
         return problems
 
-    def _refuse_lost_folders(self, files: Collection[Path]) -> None:
+    def _refuse_lost_folders(self, done: list[dict[str, Any]]) -> None:
+        files = [self.path / file for part in done for file in part["files"]]
         for folder in sorted({file.parent for file in files}):
             own = [file for file in files if file.parent == folder]
-            there = (self.path / folder).is_dir()
-            if not there or (len(own) > 1 and not any((self.path / f).exists() for f in own)):
+            several = len(own) > 1 or (len(done) == 1 and not folder.is_dir())  # not one bad part
+            if several and not any(file.exists() for file in own):
                 raise UserError(
-                    f"{self.path / folder} lacks all {len(own)} files that were written there",
+                    f"{folder} lacks all {len(own)} files that were written there",
                     "mount its disk or bring the files back; or remove "
                     f"{self.path / layout.MANIFESTS}, and the whole run is computed again",
                 )
@@ -121,9 +122,9 @@ class RunWriter:
         Returns:
             Whether the part is locked now. If not, it is done, or another process computes it.
         """
-        if self._is_done(kind, name) or not self._lock(kind, name):
+        if not self._lock(kind, name):
             return False
-        if self._is_done(kind, name):  # another process has just done it
+        if self._is_done(kind, name):
             self._give_up(kind, name)
             return False
         return True
@@ -183,7 +184,7 @@ class RunWriter:
         if rows:
             table = pa.Table.from_pylist(rows, schema=layout.RESPONSES)
             files = self._write_table("responses", name, table)
-        self._add("responses", name, len(rows), files, {"batch_rows": batch_rows})
+        self._add("responses", name, len(rows), files, batch_rows)
         (self.path / layout.batches_file(name)).unlink(missing_ok=True)
 
     def add_contexts(
@@ -194,7 +195,6 @@ class RunWriter:
         header_logits: "Tensor | None",
         residuals: "Tensor | None",
         batch_rows: int | None = None,
-        left_out: Sequence[str] = (),
     ) -> None:
         """Write a part of contexts; a part without contexts has no files.
 
@@ -203,7 +203,6 @@ class RunWriter:
             residuals: ``[contexts, layers + 1, positions, d_model]``.
             batch_rows: the largest number of rows decoded together, where memory allowed fewer than
                 were asked for.
-            left_out: conversations of the part whose written responses can't be used.
         """
         self._refuse_unclaimed("contexts", name)
         files: dict[str, Any] = {}
@@ -222,14 +221,15 @@ class RunWriter:
                     for layer, states in enumerate(residuals.unbind(1))
                 }
                 files |= self._write_tensors("residuals", name, kept, names)
-        facts = {"batch_rows": batch_rows, "left_out": list(left_out)}
-        self._add("contexts", name, contexts.num_rows, files, facts)
+        self._add("contexts", name, contexts.num_rows, files, batch_rows)
 
     def finish(self) -> None:
-        """Write the dataset card if the run is complete and has no card yet."""
+        """Write the dataset card if the run is complete, has a context and no card yet."""
         run = Run(self.path)
         file = self.path / layout.CARD
-        if run.complete and not file.exists():  # a user may have edited the card
+        if (
+            run.complete and run.counts["contexts"] and not file.exists()
+        ):  # a user may have edited the card
             text = dataset_card(run.record, run.policies)
             integrity.replace_file(file, lambda scratch: scratch.write_text(text, encoding="utf-8"))
 
@@ -240,14 +240,14 @@ class RunWriter:
             raise RuntimeError(f"part {name} of the {kind} is done, or another process computes it")
 
     def _add(
-        self, kind: str, name: str, contexts: int, files: dict[str, Any], facts: dict[str, Any]
+        self, kind: str, name: str, contexts: int, files: dict[str, Any], batch_rows: int | None
     ) -> None:
         # The folders above may be new, too.
         for folder in {self.path / parent for file in files for parent in Path(file).parents}:
             integrity.fsync_folder(folder)
         part = {"format": layout.FORMAT, "run": self._run, "kind": kind, "name": name}
         part |= {"contexts": contexts, "files": files, "session": self._session}
-        part |= {fact: value for fact, value in facts.items() if value}
+        part |= {"batch_rows": batch_rows} if batch_rows else {}
         integrity.write_json(self.path / layout.manifest_file(kind, name), part)
         integrity.fsync_folder(self.path)
         self._damaged.pop((kind, name), None)
@@ -336,7 +336,7 @@ def refuse_another(
     differing = integrity.changed_values(before, known)
     # Where settings differ, they explain what else differs, which is left out.
     settings = {name: v for name, v in differing.items() if name.startswith("settings.")}
-    parts = ({"parts": each["parts"]} for each in (there, there | wanted))
+    parts = {"parts": there["parts"]}, {"parts": wanted.get("parts", there["parts"])}
     differing = settings or differing or integrity.changed_values(*parts)
     if differing:
         found = [
