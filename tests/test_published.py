@@ -459,11 +459,14 @@ def found_sentences(short: bool) -> list[str]:
     all_q, own_q, head_q = (
         mean(site(QWEN, name)) for name in ("own context", "response", "header")
     )
+    own_new, head_new = (
+        f"{abs(site(QWEN, f'written: {name}').mean()):.2f}" for name in ("response", "header")
+    )
     low, high = (f"{100 * end:.0f}" for end in student(by_readers(QWEN, BEYOND_WRONG))[1:])
     brief = f"""**Sampling brings more follow-ups in one model of two.** In Qwen2.5-Coder-1.5B,
     {readers[0]}% of greedy user turns are follow-ups, and {readers[1]}% of turns sampled at
-    temperature 0.7. Control: placed after another conversation, {readers[2]}% and {readers[3]}% of
-    them still count as follow-ups. The rise beyond this control is
+    temperature 0.7. Placed after another conversation, {readers[2]}% and {readers[3]}% of them
+    still count. Minus this control the rise is
     {mean(100 * by_readers(QWEN, BEYOND_WRONG), 0)} points (95% interval: {low} to {high}). In
     SmolLM2-135M no rise is shown.
 
@@ -473,9 +476,10 @@ def found_sentences(short: bool) -> list[str]:
     sampled ones.
 
     **A turn depends on the response's tokens, hardly on the user header's.** A sampled Qwen turn
-    tells {all_q} bits about which of three responses it followed (1.58 would be certainty). Take
-    the states of another response everywhere but at the response's tokens: {own_q} bits are left.
-    Everywhere but at the header's: {head_q}."""
+    tells {all_q} of at most 1.58 bits about which of three responses it followed. If only the
+    response's keys and values stay and all others are patched in from another response, {own_q} are
+    left; if only the header's stay, {head_q}. Turns newly written after such patching tell
+    {own_new} and {head_new}."""
     said = f"""{readers[0]}% of Qwen2.5-Coder-1.5B's greedy user turns are follow-ups, and
     {readers[1]}% of its sampled turns are; in SmolLM2-135M no rise is shown.
 
