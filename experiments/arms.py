@@ -164,7 +164,7 @@ def sample_arm(
         if there.complete and without_folders(kept) == without_folders(wanted):
             return there
     used, contexts = subject(), len(arm.conversations)
-    turns = f"{contexts} changed contexts, {contexts * len(settings.rows())} user turns"
+    turns = f"{contexts} changed conversations, {contexts * len(settings.rows())} user turns"
     print(f"{turns}, {settings.model} on {used.device}, to {out}", file=sys.stderr)
     plan = Plan(settings, out, used.files)
     return collect(plan, used, Bar(), crew=crew, interventions=arm.interventions)

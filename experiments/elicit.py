@@ -166,7 +166,7 @@ class Elicit(Experiment):
         control = (
             "From every rate that of the same turns after another response to the same query is "
             "taken off. No way of asking is chosen on the queries that it is reported on. "
-            f"{self.gate.sentence}."
+            f"{self.gate.short}."
         )
         if self.args.opening == OPENING:
             control += biased(self.runs[0])

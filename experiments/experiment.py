@@ -581,7 +581,7 @@ class Experiment(ABC):
         lines, tokens, todo, arms = {}, 0, 0, self.arms()
         for name, arm in arms.items():
             turns = f"{arm.rows(self.runs[0])} turns after each"
-            lines[name] = f"{len(arm.conversations)} contexts to sample {turns}"
+            lines[name] = f"{len(arm.conversations)} conversations to sample {turns}"
             if self._sampled_before(name):
                 lines[name] += "; done already"
         if type(self).units is not Experiment.units:
@@ -642,6 +642,9 @@ class Experiment(ABC):
         sentence, control = self.conclude(found)
         gate = {"judge": self.gate.judge, "gate": self.gate.word} if self.judged else {}
         used = [*self.runs, *self.sampled.values()]
+        samples = {}
+        if {"temperature", "sample"} <= {*rows} and (sampled := rows["temperature"] > 0).any():
+            samples["samples"] = int(rows.loc[sampled, "sample"].max()) + 1
         names = {str(run.path): run.name for run in used}  # no folders of this machine in files
         return Result(
             name=self.name,
@@ -654,6 +657,7 @@ class Experiment(ABC):
             notes=[*self._about_queries(), *self.notes, *few_sources(found)],
             about={"kind": self.name, "level": self.args.level, "command": self.args.command_line}
             | gate
+            | samples
             | about_runs(used, [gate["judge"]] if gate else []),
             data={
                 stem: frame.assign(run=frame["run"].replace(names)) if "run" in frame else frame
@@ -823,5 +827,5 @@ def refuse_unlike(runs: list[Run], several_models: bool, mixed: bool) -> None:
             )
         if (run.contexts["perturbation"].fillna(UNPERTURBED) != UNPERTURBED).any():
             raise UserError(
-                f"{run.path} holds perturbed contexts", "give the run that they were made from"
+                f"{run.path} holds perturbed conversations", "give the run that they were made from"
             )

@@ -7,10 +7,14 @@ import numpy as np
 import pandas as pd
 
 from ia_mech.display import by_colour, draw_line, draw_points, list_names, new_axes
+from ia_mech.estimates import ALL
 from ia_mech.results import LEAST_SHOWN, label_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+FLOOR = "the judge's floor"  # a line among those of datasets
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +29,8 @@ class Lines:
         by: the column that tells lines apart.
         levels: label → value where a dotted line is drawn across, such as a ceiling or chance.
         log: whether the y axis is logarithmic.
+
+    Of more than two datasets, all together are drawn first and thick, and each without a band.
     """
 
     title: str
@@ -39,9 +45,18 @@ class Lines:
     def draw(self) -> "Figure":
         figure, axes = new_axes(self.title, self.x, self.y)
         shown = _as_in_tables(self.rows)
+        each = [] if self.by != "dataset" else [*set(shown["dataset"]) - {ALL, FLOOR}]
+        crowded = len(each) > 2
+        if crowded:
+            shown = shown.sort_values("dataset", key=lambda names: names != ALL, kind="stable")
         for colour, (name, rows) in by_colour(shown, self.by):
             rows = rows.sort_values(self.across, kind="stable")
-            draw_line(axes, rows[self.across], rows, colour, _label(name, self.by))
+            look: dict[str, float] = {}
+            if crowded and name == ALL:
+                look = {"lw": 3}
+            elif crowded and name in each:
+                rows, look = rows.assign(low=np.nan, high=np.nan), {"lw": 0.8, "ms": 2}
+            draw_line(axes, rows[self.across], rows, colour, _label(name, self.by), **look)
         for label, level in (self.levels or {}).items():
             axes.axhline(level, color="0.3", lw=0.8, ls=":", label=label or None)
         if self.log:
@@ -49,9 +64,11 @@ class Lines:
             axes.yaxis.set_major_formatter("{x:g}")
         axes.legend()
         dotted = f" Dotted: {', '.join(filter(None, self.levels))}." if self.levels else ""
+        thin = f" {ALL} is thick; the intervals of thin lines are in the tables." * crowded
         figure.set_label(
             f"Each line is one {self.by.replace('_', ' ')}; the band around it is its interval, "
-            f"not corrected for how many there are.{dotted}" + _lacking(shown, "There is no band")
+            f"not corrected for how many there are.{thin}{dotted}"
+            + _lacking(shown, "There is no band")
         )
         return figure
 

@@ -275,7 +275,7 @@ class Interchange(Experiment):
         if self.args.temperature not in settings["temperatures"] or settings["samples"] < SAMPLES:
             has = ", ".join(f"{t:g}" for t in settings["temperatures"]) or "greedy ones alone"
             raise UserError(
-                f"shares of contexts take {SAMPLES} turns of each at one temperature; "
+                f"shares of conversations take {SAMPLES} turns of each at one temperature; "
                 f"{self.runs[0].path} has {settings['samples']} at T = {has}, and T = "
                 f"{self.args.temperature:g} was asked for",
                 f"give --temperature, or sample more turns (ia-mech sample --samples {SAMPLES})",
@@ -291,7 +291,7 @@ class Interchange(Experiment):
             raise UserError(
                 f"{len(self.donors)} queries have a finished response whose greedy turn isn't "
                 f"{self.outcome}, and donors among other queries of their dataset (of "
-                f"{len(every)} judged contexts {len(finished)} have a finished response, and "
+                f"{len(every)} judged conversations {len(finished)} have a finished response, and "
                 f"{len(self.contexts)} of these such a turn)",
                 "give a run of more queries with finished responses, or another --outcome",
             )
@@ -508,7 +508,7 @@ class Interchange(Experiment):
                 title,
                 found,
                 columns,
-                shown_if=MOVED,
+                detectable=MOVED,
                 most=1.0,
                 index=("dataset", "term", "layer"),
                 rows="recipients",
@@ -570,7 +570,7 @@ class Interchange(Experiment):
         if len(first):
             alone = cell_of(first.iloc[0], "+.2f")
             control += f"Under the donors' first tokens alone the share differs by {alone}. "
-        control += f"{self.gate.sentence}."
+        control += f"{self.gate.short}."
         return Conclusion(sentence, control)
 
 

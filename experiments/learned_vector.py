@@ -229,7 +229,8 @@ class LearnedVector(Experiment):
             f"{' and '.join(str(len(those[OWN])) for those in self.examples)} follow-ups, "
             f"about {sum(unit.tokens for unit in units):,} tokens; {sum(self._stored(units))} are "
             "learned already",
-            "then to sample": f"{contexts} contexts under each of {len(self.layers) * len(vectors)}"
+            "then to sample": f"{contexts} conversations under each of "
+            f"{len(self.layers) * len(vectors)}"
             f" vectors, a greedy turn after each",
         }
 
@@ -360,7 +361,7 @@ class LearnedVector(Experiment):
             "response to its query. The interval is over queries: vectors learned anew may do "
             "otherwise. "
             f"{said('the same rate, minus that of turns without a vector', UNSTEERED)} "
-            f"{self.gate.sentence}.",
+            f"{self.gate.short}.",
         )
 
 

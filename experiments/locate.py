@@ -1,5 +1,8 @@
 """Where does what a turn tells about its response come from: the header, or the response itself?
 
+The method is activation patching of keys and values. What a site is enough for is its sufficiency;
+what is lost without it is its necessity.
+
 While a model writes a turn it attends to keys and values. Each part of the context is a site: the
 query, the response, and the tokens after it, which end with the user header. Recurrent layers have
 a state instead, which holds all tokens before it. It is one more site, measured in all combinations
@@ -20,8 +23,8 @@ states of header tokens by layer; and turns that the model writes after hybrids.
 scored, a hybrid that takes everything from another context has to equal that context; where it
 doesn't, the command names the layers and refuses.
 
-What a site is enough for needn't take this way: what is lost without it stands beside it. A site
-is said to move likelihoods little if its interval lies below a tenth of what is expressed. Windows
+Turns needn't read what a site is enough for: what is lost without it stands beside it. A site is
+said to move likelihoods little if its interval lies below a tenth of what is expressed. Windows
 that can't be told from the one that carries most are named together (a confidence set).
 
 Needs: a run with four or more responses per query (sample with --response generate --responses 4).
@@ -515,23 +518,25 @@ class Locate(Experiment):
         columns: dict[str, tuple[str, int | str]] = {
             BITS: ("bits", 2),
             HITS: ("own likeliest (chance 0.33)", 2),
-            SHARE: ("share", AS_SHARE),
+            SHARE: ("enough for (share)", AS_SHARE),
         }
         title = (
-            f"bits about which of {CANDIDATES} responses a turn followed (at most {CEILING:.2f})"
+            f"activation patching of keys and values: bits about which of {CANDIDATES} responses a "
+            f"turn followed (at most {CEILING:.2f})"
         )
         made = tables_of(
             title,
             found[found["term"].isin([OWN, *WHOLE_SITES])],
             columns
-            | {LEFT_OUT: ("lost without", 2)}
+            | {LEFT_OUT: ("lost without (bits)", 2)}
             | {FIRST_BITS: ("first tokens", 2), LATER_BITS: ("later ones", 2)},
             index=("temperature", "term"),
             rows="queries",
             legend=(
                 f"{OWN}: what turns express; other lines: what keys and values of this part of "
-                "the context are enough for. The query has the same tokens in all contexts. Share: "
-                "of what is expressed. Lost without: if only this part is another response's. "
+                "the context are enough for. The query has the same tokens in all contexts. Enough "
+                "for (sufficiency): these bits as a share of what is expressed. Lost without "
+                "(necessity): bits that go if only this part is another response's. "
                 "First tokens: the bits of each turn's first token alone; later ones: of its other "
                 "tokens. Left out where a fit on other queries finds nothing to read."
             ),

@@ -67,18 +67,18 @@ CONDITIONS = {  # → the header that is opened
 }
 NAMES = {  # of conditions, as tables, figures and notes show them
     UNPERTURBED: "unchanged",
-    REMOVE: "no response",
-    SWAP: "another query's response",
-    TRUNCATE: "first half of the response",
-    QUESTION: "generic question added",
-    SHUFFLE: "sentences shuffled",
-    CONTRADICT: "answer contradicted",
-    HEADER_ONLY: "no conversation",
-    HEADER_ASSISTANT: "assistant header",
+    REMOVE: "no response (remove)",
+    SWAP: "another query's response (swap)",
+    TRUNCATE: "first half of the response (truncate)",
+    QUESTION: "generic question added (generic_question)",
+    SHUFFLE: "sentences shuffled (shuffle)",
+    CONTRADICT: "answer contradicted (contradict)",
+    HEADER_ONLY: "no conversation (header_only)",
+    HEADER_ASSISTANT: "assistant header (header_assistant)",
 }
 CHANGES = {  # of the response, as sentences begin
     REMOVE: "Removing the response",
-    SWAP: "Putting another query's response in its place",
+    SWAP: "Swapping the response for another query's",
     TRUNCATE: "Cutting the response to its first half",
     QUESTION: "Adding a generic question to the response",
     SHUFFLE: "Shuffling the response's sentences",
@@ -271,7 +271,9 @@ class Perturbations(Experiment):
         ways = how[run.contexts["perturbation"] == CONTRADICT].value_counts()
         counts = ", ".join(f"{count} by a {way}" for way, count in ways.items())
         if counts:
-            self.notes.append(f"{NAMES[CONTRADICT]}: {counts} (how, in the metadata of contexts).")
+            self.notes.append(
+                f"{NAMES[CONTRADICT]}: {counts} (how, in the metadata of each conversation)."
+            )
         if unfinished := unfinished_text(self.base):
             self.notes.append(f"{unfinished}.")
         if HEADER_ONLY in self.args.conditions:
@@ -327,7 +329,7 @@ class Perturbations(Experiment):
             f"follow-ups to the unchanged response ({self.intervals}{self.fewer})",
             found,
             {RATE: ("rate", 2), DIFFERENCE: (MINUS, 2)},
-            shown_if=DIFFERENCE,
+            detectable=DIFFERENCE,
             most=1.0,
             index=("dataset", "temperature", "condition"),
             rows="turns",
@@ -338,7 +340,7 @@ class Perturbations(Experiment):
             f"real follow-ups after each change, bits ({self.intervals})",
             found,
             {BITS: ("log p", 1), BITS_DIFFERENCE: (MINUS, 1)},
-            shown_if=BITS_DIFFERENCE,
+            detectable=BITS_DIFFERENCE,
             index=("dataset", "condition"),
             rows="follow-ups",
             legend="Log p: of the whole real follow-up at T = 1; its tokens are the same under "
@@ -377,7 +379,7 @@ class Perturbations(Experiment):
         rates, bits = only(found, DIFFERENCE), only(found, BITS_DIFFERENCE)
         most = int(all_datasets(rates)["sources"].max()) if len(rates) else 0
         if most < LEAST:  # the sentence says already that these are too few
-            return Conclusion("The table has what was measured.", f"{self.gate.sentence}.")
+            return Conclusion("The table has what was measured.", f"{self.gate.short}.")
         said, rate_changed = [], False
         for condition, words in CHANGES.items():
             of_rate, of_bits = (of[of["condition"] == condition] for of in (rates, bits))
@@ -395,7 +397,7 @@ class Perturbations(Experiment):
             said.append("The follow-up rate is not shown to change.")
         if of_bits := out_of_reach("likelihood of real follow-ups", bits):
             said.append(of_bits)
-        control = f"{self.gate.sentence}."
+        control = f"{self.gate.short}."
         bare = rates[rates["condition"] == HEADER_ONLY]
         if len(bare) and few:
             control += (

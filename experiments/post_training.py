@@ -157,7 +157,7 @@ def export_or_train(args: argparse.Namespace) -> None:
         table.to_parquet(args.out / SEQUENCES, index=False)
     text = "".join(json.dumps(one.to_dict(), ensure_ascii=False) + "\n" for one in apart)
     (args.out / HELD_OUT).write_text(text, encoding="utf-8")
-    print(f"{summary}; {len(apart)} contexts are held out")
+    print(f"{summary}; {len(apart)} conversations are held out")
     if args.command != "export":
         subject = load(spec)
         card["base"] = subject.describe()
@@ -252,7 +252,7 @@ class Compare(Experiment):
         ids = [run.contexts[["context_id", "token_ids"]].map(list) for run in self.runs]
         if not ids[0].equals(ids[1]):
             raise UserError(
-                f"{before.path} and {after.path} are over different contexts",
+                f"{before.path} and {after.path} are over different conversations",
                 "sample both on the same conversations, with their responses given",
             )
         at = before.settings["temperatures"]

@@ -228,7 +228,7 @@ class Reaction(Experiment):
         if self.reworded:
             count = len(self.reworded)
             lines[REQUESTED] = f"{count} responses, each {SURPLUS * self.size} times"
-            lines[WORDINGS] = f"of these at most {count * self.size} contexts"
+            lines[WORDINGS] = f"of these at most {count * self.size} conversations"
         return lines
 
     # -- what is measured -------------------------------------------------------------------------

@@ -310,7 +310,7 @@ class Steering(Experiment):
         if (asked.get("judge"), fitted) != (judge, {run.identity_digest for run in self.runs}):
             self.notes.append(f"p is rough: {PERMUTED} aren't of the probe's own runs or labels.")
         if not np.ptp(data.outcome.rate):
-            problem = "all contexts here have the same rate, so that no probe can be fitted"
+            problem = "all conversations here have the same rate, so that no probe can be fitted"
             raise UserError(problem, "give the runs that the probe was fitted to, or --vector")
         states, penalty = data.at(layer, position), float(card["penalty"])
         return permuted_probes(states, data.outcome, penalty, *last)
@@ -466,7 +466,7 @@ class Steering(Experiment):
             f"{round(rank['value'] * rank['rows'])} of {rank['rows']} {self.others} do as "
             f"much, {p_value(rank['p'])} (the least there can be: {least:.3f}). KL "
             f"at the header: {kl:.3f} nats, that of the others {of_others:.3f}. "
-            f"{UNFITTED if self.probe is None else ''}{self.gate.sentence}."
+            f"{UNFITTED if self.probe is None else ''}{self.gate.short}."
         )
         return Conclusion(sentence, control)
 

@@ -349,12 +349,17 @@ def _bits_table(located: pd.DataFrame) -> Table:
     return table_of(
         f"bits that turns tell about the response that they followed (at most {CEILING:.2f})",
         shown[shown["temperature"].isna() | (shown["temperature"] == 0)],
-        {BITS: ("bits", 2), SHARE: ("share", AS_SHARE), LEFT_OUT: ("lost without", 2)},
+        {
+            BITS: ("bits", 2),
+            SHARE: ("enough for (share)", AS_SHARE),
+            LEFT_OUT: ("lost without (bits)", 2),
+        },
         index=("temperature", "term"),
         rows="queries",
         legend=f"{OWN}: all of them; other lines: those that keys and values of this part of the "
-        "context are enough for. Lost without: if only this part is another response's. The query "
-        "is the control: it is the same for all responses.",
+        "context are enough for. Enough for (sufficiency): these bits as a share of all. Lost "
+        "without (necessity): bits that go if only this part is another response's. The query is "
+        "the control: it is the same for all responses.",
     )
 
 

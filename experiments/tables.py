@@ -21,9 +21,9 @@ from ia_mech.estimates import (
 from ia_mech.results import LEAST_SHOWN, Table, cell_of, table_of
 
 LEAST = queries_needed()  # the fewest queries that can show anything
-SHOWN_IF = (
-    "Shown if: a true difference of this size would be shown in 80 of 100 repetitions, before the "
-    "correction of p; none: too few data to show any."
+DETECTABLE = (
+    "Minimum detectable: 80 of 100 repetitions would show a true difference of this size (80% "
+    "power), before the correction of p; none: too few data to show any."
 )
 
 
@@ -83,22 +83,22 @@ def tables_of(
     found: pd.DataFrame,
     columns: Mapping[Any, tuple[str, int | str]],
     /,
-    shown_if: str = "",
+    detectable: str = "",
     most: float = np.inf,
     **options: Any,
 ) -> list[Table]:
     """Tables (:func:`ia_mech.results.table_of`) of estimates: all datasets together, then each.
 
-    The list is empty if no estimate is of ``columns``. Beside the quantity ``shown_if`` stands the
-    effect that it could have shown; ``most`` is the largest possible difference.
+    The list is empty if no estimate is of ``columns``. Beside the quantity ``detectable`` stands
+    the minimum detectable effect; ``most`` is the largest possible difference.
     """
-    if shown_if:
-        found = with_detectable(found, shown_if, most)
-        items, digits = list(columns.items()), columns[shown_if][1]
-        at = list(columns).index(shown_if) + 1
-        shown = "shown if", digits if isinstance(digits, int) else 2
+    if detectable:
+        found = with_detectable(found, detectable, most)
+        items, digits = list(columns.items()), columns[detectable][1]
+        at = list(columns).index(detectable) + 1
+        shown = "minimum detectable", digits if isinstance(digits, int) else 2
         columns = dict([*items[:at], ("detectable", shown), *items[at:]])
-        options["legend"] = f"{options.get('legend', '')} {SHOWN_IF}".strip()
+        options["legend"] = f"{options.get('legend', '')} {DETECTABLE}".strip()
     there = found[found[options.get("key", "quantity")].isin(list(columns))]
     if there.empty:
         return []

@@ -25,7 +25,7 @@ import numpy as np
 import pandas as pd
 
 from experiments.experiment import Conclusion, Experiment
-from experiments.figures import Bars, Drawing, Lines
+from experiments.figures import FLOOR, Bars, Drawing, Lines
 from experiments.first_token import (
     BEST,
     GREEDY,
@@ -183,10 +183,10 @@ class TemperatureSweep(Experiment):
         except NoLens as why:
             self.notes.append(f"no logit lens: {why}.")
         opened = [of.sum() for of in (openings.follow_up, openings.restated)]
+        both = ((opened[0] > 0) & (opened[1] > 0)).sum()
         self.notes.append(
-            f"openings: {len(openings.ids)} tokens opened {opened[0].sum()} follow-ups and "
-            f"{opened[1].sum()} repetitions; {((opened[0] > 0) & (opened[1] > 0)).sum()} of these "
-            "tokens opened both kinds."
+            f"number of tokens that opened sampled turns: {len(openings.ids)}, of which {both} "
+            f"opened both kinds; follow-ups: {opened[0].sum()}, repetitions: {opened[1].sum()}."
         )
         sampled = self.turns[self.turns["follow_up"].notna() & (self.turns["temperature"] > 0)]
         greedy = {
@@ -245,7 +245,7 @@ class TemperatureSweep(Experiment):
                 "floor": ("after a wrong conversation", 2),
                 "excess": ("excess", 2),
             },
-            shown_if=RATE_DIFFERENCE,
+            detectable=RATE_DIFFERENCE,
             most=1.0,
             rows="turns",
             legend=f"Minus greedy's: the difference, paired by query. {tested} After a wrong "
@@ -269,7 +269,7 @@ class TemperatureSweep(Experiment):
             f"do follow-ups lie deeper? ({self.intervals})",
             found,
             {DEEPER: ("gap minus others'", 2)},
-            shown_if=DEEPER,
+            detectable=DEEPER,
             index=("dataset", "temperature", "term"),
             rows="follow-ups",
             legend="Gap minus others': by how many nats greedy's token is likelier where a "
@@ -286,7 +286,7 @@ class TemperatureSweep(Experiment):
                 f"the first token by temperature ({self.intervals})",
                 all_datasets(found),
                 first,
-                rows="contexts",
+                rows="conversations",
                 legend="Entropy in nats; effective tokens: exp(entropy); turn-end: probability of "
                 "ending the turn at once.",
                 full=True,
@@ -299,7 +299,7 @@ class TemperatureSweep(Experiment):
                     all_datasets(found),
                     {AHEAD: ("ahead for good", 2)},
                     index=("layer",),
-                    rows="contexts",
+                    rows="conversations",
                     legend="From this layer on to the last, greedy's opening is likelier than the "
                     "best follow-up opening (header_last).",
                     full=True,
@@ -311,7 +311,7 @@ class TemperatureSweep(Experiment):
         from ia_mech.rates.figures import gate_title  # loads matplotlib
 
         title, pooled = gate_title(self.runs[0].model["name"], self.gate), all_datasets(found)
-        floor = only(pooled, "floor").assign(dataset="the judge's floor")
+        floor = only(pooled, "floor").assign(dataset=FLOOR)
         shares = pd.concat([only(found, RATE), floor])
         made: dict[str, Drawing] = {
             "rates": Lines(
@@ -340,7 +340,8 @@ class TemperatureSweep(Experiment):
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         rates = sentence_of(f"{RATE} by temperature", only(found, RATE))
         less, deeper = only(found, RATE_DIFFERENCE), only(found, DEEPER, term=OTHER_TURNS[0])
-        control = f"{self.gate.sentence}."
+        above = self.verdicts.above_fit
+        control = f"{self.gate.short}." + (f" {above}." if above else "")
         if all_datasets(less)["sources"].max() < LEAST:
             return Conclusion(rates, control)
         changed = shown_changes(
@@ -360,8 +361,8 @@ class TemperatureSweep(Experiment):
             )
             said.append(
                 apart
-                or "Follow-ups are not shown to lie nearer to the greedy turn than other turns, "
-                "nor farther from it"
+                or "Whether follow-ups lie nearer to the greedy turn than other turns do, or "
+                "farther from it, can't be told"
             )
         return Conclusion(" ".join(f"{text.rstrip('.')}." for text in said), control)
 

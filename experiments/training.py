@@ -68,7 +68,7 @@ def prompts(
             rows.append(row)
     if not rows:
         raise UserError(
-            f"no query has two different responses in contexts of at most {longest} tokens",
+            f"no query has two different responses in conversations of at most {longest} tokens",
             "give a run that was sampled with --response generate --responses 4, or raise "
             "--max-tokens",
         )

@@ -25,7 +25,7 @@ COMMANDS = {
     "probes": ("probes.train", "where in the model labels can be read"),
     "transfer": ("probes.transfer", "whether probes of one run or dataset work on another"),
     "reaction": ("experiments.reaction", "how many bits turns tell about their response"),
-    "locate": ("experiments.locate", "which states carry these bits"),
+    "locate": ("experiments.locate", "activation patching: which keys and values carry these bits"),
     "interchange": ("experiments.interchange", "whether follow-ups travel with a state"),
     "steering": ("experiments.steering", "whether adding a direction changes the turn"),
     "learned-vector": (

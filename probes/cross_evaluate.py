@@ -167,7 +167,7 @@ def _pairs(
         tested += [name] * (few >= MIN_TESTED)
         if few < MIN_SOURCES:
             what = "trained on" if few >= MIN_TESTED else "trained or tested on"
-            alike = "" if differ else ", and all contexts the same rate"
+            alike = "" if differ else ", and all conversations the same rate"
             notes.append(
                 f"{name} isn't {what}: {positive} sources have a positive turn, {negative} a "
                 f"negative one{alike}."
@@ -178,7 +178,7 @@ def _pairs(
             f"no unit of {', '.join(units)} can be tested with a probe of another one: training "
             f"needs {MIN_SOURCES} sources with a positive turn and {MIN_SOURCES} with a negative "
             f"one, testing {MIN_TESTED} of each",
-            "sample contexts of more sources, or choose another --target",
+            "sample conversations of more sources, or choose another --target",
         )
     return pairs, notes
 
@@ -234,8 +234,8 @@ def result_of(
         f"{least.auroc.text()} ({least.trained} → {least.tested}) to {best.auroc.text()} "
         f"({best.trained} → {best.tested}).",
         control="Layer, position and penalty were chosen by cross-validation within the training "
-        f"contexts; p is from {settings.permutations} permutations of the training labels (whole "
-        "sources), choice and training replayed by ridge regression. "
+        f"conversations; p is from {settings.permutations} permutations of the training labels "
+        "(whole sources), choice and training replayed by ridge regression. "
         f"Labels: {data.labelled_by}.",
         estimates=_estimates(entries),
         tables=[_table(entries, settings)],
@@ -293,7 +293,7 @@ def _explained(data: ProbeSet, settings: AnalysisSettings) -> list[str]:
     return [
         "An entry: how often the context of a random positive turn scores higher than that of a "
         f"random negative one of the same {data.within}, by the row's probe, among the column's "
-        "contexts (0.5: chance). The interval is over the sources tested, given the trained "
+        "conversations (0.5: chance). The interval is over the sources tested, given the trained "
         "probes.",
         f"Where training and test share sources, {settings.folds} probes were cross-fitted by "
         "folds of whole sources, and the tested labels are permuted with those trained on.",

@@ -130,7 +130,7 @@ def read(
     wanted, judged = parse_target(target), read_runs(runs, judge, NO_ANNOTATOR)
     runs = judged.runs
     gate = judged.gate
-    notes = [*judged.notes, f"{gate.sentence}."]
+    notes = [*judged.notes, f"{gate.short}."]
     _check_same_size(runs)
     each = [_contexts(run, number) for number, run in enumerate(runs)]
     contexts, has = (pd.concat(frames, ignore_index=True) for frames in zip(*each, strict=True))
@@ -142,12 +142,13 @@ def read(
     there = counts["n"].notna().to_numpy()
     if not there.any():
         raise UserError(
-            f"none of the {len(contexts)} contexts has an outcome for the target {wanted.name}",
+            f"none of the {len(contexts)} conversations has an outcome for the target "
+            f"{wanted.name}",
             "choose another target: " + wanted.describe(),
         )
     if not there.all():
         notes.append(
-            f"{(~there).sum()} of {len(contexts)} contexts have no outcome for the target "
+            f"{(~there).sum()} of {len(contexts)} conversations have no outcome for the target "
             f"{wanted.name} and are left out."
         )
     kept, has = contexts[there].reset_index(drop=True), has[there].eq(True)
@@ -233,8 +234,8 @@ def check_enough(outcome: Outcome, target: Target) -> None:
     few, there = fewest(varies)
     if few < MIN_SOURCES:
         raise UserError(
-            f"contexts are compared within a run or dataset, and where their rates differ {there}; "
-            f"{needs}",
+            f"conversations are compared within a run or dataset, and where their rates differ "
+            f"{there}; {needs}",
             "give another --target or --within, or sample more turns of each (--samples)",
         )
 
@@ -283,7 +284,7 @@ def with_random_blocks(data: ProbeSet, runs: Sequence[str | Path | Run]) -> dict
         at = [rows.get(tuple(ids)) for ids in data.contexts["token_ids"]]
         if None in at:
             raise UserError(
-                f"{run.path} lacks contexts of {', '.join(str(r.path) for r in data.runs)}",
+                f"{run.path} lacks conversations of {', '.join(str(r.path) for r in data.runs)}",
                 "sample it on the same conversations, responses included",
             )
         contexts = data.contexts.assign(run=0, row=at)
@@ -336,12 +337,12 @@ def _common_positions(
     names = [name for name in has if wanted is None or name in wanted]
     lacking = {name: count for name in names if (count := int((~has[name]).sum()))}
     notes += [
-        f"left out: {name}, which {count} of {len(has)} contexts lack."
+        f"left out: {name}, which {count} of {len(has)} conversations lack."
         for name, count in lacking.items()
     ]
     if len(lacking) == len(names):
         raise UserError(
-            f"no position is left: some contexts lack {', '.join(names) or 'any'}",
+            f"no position is left: some conversations lack {', '.join(names) or 'any'}",
             "choose others with --positions, or sample with --positions all",
         )
     return [name for name in names if name not in lacking]

@@ -67,8 +67,8 @@ def heat_map(analysis: Analysis, title: str) -> Figure:
     _mark_cells(figure, axes, analysis, clear * (values - 0.5))
     figure.set_label(
         "Each cell is a probe at one layer and position. The redder the cell, the better the probe "
-        "ranks contexts that it was not trained on; white is guessing. Pale cells are not shown to "
-        "be better than guessing."
+        "ranks conversations that it wasn't trained on; white is guessing. Pale cells aren't shown "
+        "to be better than guessing."
     )
     return figure
 
@@ -82,7 +82,7 @@ def _mark_cells(figure: Figure, axes: Axes, analysis: Analysis, depth: np.ndarra
     corner = analysis.positions.index(position) - 0.5, analysis.layers.index(layer) - 0.5
     axes.add_patch(Rectangle(corner, 1, 1, fill=False, linewidth=2, clip_on=False, zorder=3))
     marks: dict[str, Artist] = {
-        f"chosen on all contexts: {one_line(f'layer {layer}, {position}', 40)}": Patch(
+        f"chosen on all conversations: {one_line(f'layer {layer}, {position}', 40)}": Patch(
             fill=False, edgecolor="black", linewidth=2
         ),
         f"{100 * analysis.settings.level:g}% confidence set of the best": Line2D(

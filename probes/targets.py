@@ -107,7 +107,7 @@ _WORDS = {
     ),
     LATENT: (
         "the follow-up rate of samples where the greedy turn is none",
-        "are follow-ups; contexts whose greedy turn is one are left out",
+        "are follow-ups; conversations whose greedy turn is one are left out",
     ),
 }
 

@@ -95,7 +95,7 @@ def parser_of(command: str, description: str, epilog: str) -> Parser:
         choices=["run", "dataset", "source"],
         default="run",
         metavar="WHAT",
-        help="compare contexts of one run, of one dataset, or responses to one query: source "
+        help="compare conversations of one run, of one dataset, or responses to one query: source "
         "(default: run)",
     )
     numbers = parser.add_argument_group("statistics")

@@ -69,7 +69,7 @@ class Count(Experiment):
         return {"more": rows}
 
     def conclude(self, found):
-        return Conclusion("There are some.", f"{self.gate.sentence}.")
+        return Conclusion("There are some.", f"{self.gate.short}.")
 
 
 class Other(Count):
@@ -221,7 +221,7 @@ def test_runs_that_cannot_be_used_together_are_refused(
     assert line == "the runs are of several models (planted, other); give runs of one model"
     read = Run.contexts.func
     monkeypatch.setattr(Run, "contexts", property(lambda run: read(run).assign(perturbation="x")))
-    assert "holds perturbed contexts" in refused(merged.path)
+    assert "holds perturbed conversations" in refused(merged.path)
 
 
 def test_mistyped_commands_are_refused_in_one_line(count):

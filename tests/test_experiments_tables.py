@@ -38,7 +38,7 @@ def test_only_a_null_says_what_it_could_have_shown():
     assert said == "Change: 0.02 [-0.90, 1.00] (too few data to show any effect)."
     assert "with 80% power" in sentence_of("change", noisy, null=0.0)
     shown = tables_of(
-        "t", noisy.assign(**ROW), {"x": ("x", 2)}, shown_if="x", most=1, index=("term",)
+        "t", noisy.assign(**ROW), {"x": ("x", 2)}, detectable="x", most=1, index=("term",)
     )
     assert shown[0].rows[0][-1] == "none"
 

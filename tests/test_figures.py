@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.collections import PolyCollection
 from matplotlib.image import imread
 
 from experiments.figures import Bars, Lines
@@ -91,6 +92,18 @@ def test_bars_and_bands_end_where_intervals_do():
     corners = axes.collections[0].get_paths()[0].vertices
     assert corners[:, 1].min() == 0.3 and corners[:, 1].max() == 0.6
     assert axes.lines[0].get_ydata().tolist() == [0.4, 0.5]
+
+
+def test_all_datasets_together_stand_out_among_many():
+    rows = [{"dataset": name, "temperature": t} for name in "abc" for t in (0.0, 1.0)]
+    for some, widths in ((rows, [3, 0.8, 0.8, 0.8]), (rows[:4], [1.4, 1.4, 1.4])):
+        whole = [row | {"dataset": "(all)"} for row in some[:2]]
+        axes = Lines("t", "x", "y", frame(*some, *whole), by="dataset").draw().axes[0]
+        assert [line.get_linewidth() for line in axes.lines] == widths
+        bands = [one for one in axes.collections if isinstance(one, PolyCollection)]
+        bands = [one for one in bands if one.get_paths()]
+        assert len(bands) == (1 if len(widths) == 4 else 3)
+    assert axes.get_legend_handles_labels()[1] == ["a", "b", "(all)"]
 
 
 def test_where_a_table_has_no_interval_a_figure_has_none_either():

@@ -131,16 +131,18 @@ def test_neither_system_messages_nor_the_users_real_follow_up_are_shown(tmp_path
     assert [item.turn for item in items_of(run)] == run.generations["text"].tolist()
 
 
-def test_follow_up_follows_from_the_category(label):
+def test_follow_up_follows_from_the_category(label, run):
     verdicts = [
         Verdict(FOLLOW_UP),
-        Verdict("new_topic", scores={"generic": 0.5}),
+        Verdict("new_topic", scores={"generic": 0.5, "follow_up": 0.25}),
         Verdict(CANNOT_ASSESS),
     ]
     rows = label(FakeJudge(lambda item, _: verdicts[int(item.turn[5:]) % 3]))
     assert rows["category"].tolist() == [FOLLOW_UP, "new_topic", CANNOT_ASSESS] * (ROWS // 3)
     assert rows["follow_up"].tolist() == [True, False, pd.NA] * (ROWS // 3)
-    assert json.loads(rows["scores"][1]) == {"generic": 0.5} and rows["scores"].isna()[0]
+    assert json.loads(rows["scores"][1])["generic"] == 0.5 and rows["scores"].isna()[0]
+    chances = run.labelled("fake")["follow_up_probability"]
+    assert chances.isna()[0] and chances[1] == 0.25
 
 
 # -- identical turns ----------------------------------------------------------------------------

@@ -85,7 +85,7 @@ def option(page, label: str, text: str) -> None:
 def counted(page) -> tuple[int, int]:
     """How many contexts and turns pass the filters."""
     words = page.locator("#count").text_content().replace(",", "").split()
-    return int(words[words.index("contexts") - 1]), int(words[words.index("turns") - 1])
+    return int(words[words.index("conversations") - 1]), int(words[words.index("turns") - 1])
 
 
 def axe(page) -> list[str]:
@@ -142,13 +142,14 @@ def test_the_address_holds_what_is_chosen(judged, opened):
     content = render_report([judged])
     page = opened(content)
     option(page, "category", "follow-up")
-    option(page, "sort contexts by", "random")
+    option(page, "sort conversations by", "random")
     page.get_by_label("20 at random: draw no.").fill("2")
     place, found = page.evaluate("location.hash"), counted(page)
     shown = page.locator(".context").all_text_contents()
     again = opened(content, place)
     assert (
-        choice(again, "category") == "follow-up" and choice(again, "sort contexts by") == "random"
+        choice(again, "category") == "follow-up"
+        and choice(again, "sort conversations by") == "random"
     )
     assert counted(again) == found and again.locator(".context").all_text_contents() == shown
     assert opened(content, "#length=3&elements=4").locator("#count").text_content()  # no controls

@@ -245,9 +245,8 @@ def test_the_second_time_nothing_is_sampled_and_no_model_is_loaded(
     assert "\nControl: " in outcome.out
     assert outcome.out.count("80 of 100 repetitions") == 2  # of tables
     assert "So few queries can't show either that turns" in outcome.out
-    for named in ("no response", "first half of the response", "no conversation"):
+    for named in ("no response (remove)", "first half of the response (truncate)"):
         assert f" {named} " in outcome.out
-    assert "header_only" not in outcome.out and "truncate" not in outcome.out
 
 
 def test_the_sentence_tells_only_changes_that_are_shown(plain, found):
@@ -294,7 +293,7 @@ def test_a_dry_run_writes_nothing_and_bad_input_is_refused(perturb, plain, folde
 
     out = ("--out", tmp_path / "out")
     planned = perturb(plain.path, *out, "--dry-run", "--queries", "3")
-    assert planned.status == 0 and " contexts to sample 4 turns after each" in planned.out
+    assert planned.status == 0 and " conversations to sample 4 turns after each" in planned.out
     assert re.search(r"too few queries +3; after the correction for 16 comparisons", planned.out)
     assert not (tmp_path / "out").exists()
     holds = "holds other conversations, or other conditions, than these; give another --out"

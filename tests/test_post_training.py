@@ -142,7 +142,7 @@ def test_prompts_are_texts_that_the_tokenizer_reads_as_the_context():
         for row in rows:
             ids = contexts[row["source"]][row["followed"]]
             assert chat.tokenizer(row["prompt"])["input_ids"] == ids
-    with pytest.raises(UserError, match="no query has two different responses in contexts of at"):
+    with pytest.raises(UserError, match="no query has two different responses in conversations"):
         training.prompts(chat, several(2, 3), 20)
 
 
@@ -184,7 +184,7 @@ def test_export_writes_sequences_and_what_is_held_out(spoken, tiny_model_dir, tm
     words = ["export", str(spoken), "--model", tiny_model_dir, "--held-out", "1"]
     done = call(main, [*words, "--out", str(out)], capfd)
     assert done.status == 0, done.err
-    assert done.out == "12 user turns; 4 contexts are held out\n"
+    assert done.out == "12 user turns; 4 conversations are held out\n"
     assert json.loads((out / "post_training.json").read_text())["held_out"] == 1
     table = pd.read_parquet(out / "sequences.parquet")
     apart = [json.loads(line) for line in (out / "held-out.jsonl").read_text().splitlines()]
@@ -344,7 +344,7 @@ def test_reinforcement_learning_leaves_an_adapter(
     assert refusal(wrong) == ("--batch 4 isn't a multiple of --generations 3; give --batch 3 or 6")
     done = call(main, words, capfd)
     assert done.status == 0, done.err
-    assert "12 prompts of 3 queries; 4 contexts are held out" in done.out
+    assert "12 prompts of 3 queries; 4 conversations are held out" in done.out
     rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     assert len(rows) == 2
     for row in rows:

@@ -127,7 +127,7 @@ def test_rows_are_the_contexts_with_an_outcome(copy):
     assert found.layers == run.layers and len(found.layers) == LAYERS
     assert found.positions == [*run.positions] and found.width == run.model["d_model"]
     assert found.judge == "builtin"
-    assert any("1 of 12 contexts have no outcome for the target rate" in n for n in found.notes)
+    assert any("1 of 12 conversations have no outcome for the target" in n for n in found.notes)
     assert found.outcome.positives.tolist() == frame["positives"].tolist()
     aligned(found)
 
@@ -202,9 +202,9 @@ def test_a_position_that_some_context_lacks_is_left_out_with_a_note(copy):
     assert found.positions == [
         name for name in run.positions if name not in ("turn_separator", "query_end")
     ]
-    assert "left out: turn_separator, which 1 of 11 contexts lack." in found.notes
+    assert "left out: turn_separator, which 1 of 11 conversations lack." in found.notes
     aligned(found)
-    with pytest.raises(UserError, match="no position is left: some contexts lack query_end"):
+    with pytest.raises(UserError, match="no position is left: some conversations lack query_end"):
         read([run.path], positions=["query_end"])
     run = lacking(copy("fifth"), 5, "turn_separator")  # a context without an outcome
     assert read([run.path]).positions == [*run.positions]
@@ -231,7 +231,7 @@ def test_models_of_other_sizes_are_refused(copy, other):
 
 def test_a_target_that_no_context_has_is_refused(copy):
     run = copy(say=lambda context, t, sample: NEW if t else CANNOT_ASSESS)
-    with pytest.raises(UserError, match=r"none of the 12 contexts has an outcome .* greedy"):
+    with pytest.raises(UserError, match=r"none of the 12 conversations has an outcome .* greedy"):
         read([run.path], target="greedy")
 
 

@@ -150,7 +150,7 @@ def test_random_blocks_that_are_read_as_well_decide_the_verdict(run, tmp_path, c
     pair = write(plant(replace(PLAN, draw=1)), tmp_path / "pair").path
     for words, problem in {
         (run, "--random-blocks", pair): "is of a model as it was trained",
-        (run, pair, "--random-blocks", twin): "lacks contexts of",
+        (run, pair, "--random-blocks", twin): "lacks conversations of",
     }.items():
         assert problem in refusal(probe([*words, *ONE_CELL], capfd))
 

@@ -179,7 +179,7 @@ def test_small_units_are_tested_on_only_or_left_out():
         "u2 isn't trained or tested on",
         "u3 isn't trained or tested on",
     ]
-    assert "all contexts the same rate" in notes[2]
+    assert "all conversations the same rate" in notes[2]
 
 
 @pytest.mark.parametrize("sizes", [(40, 5), (15, 15)], ids=["only itself", "none to train on"])

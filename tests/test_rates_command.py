@@ -20,11 +20,12 @@ from ia_mech.judge.sheets import csv_bytes, export_sheet, import_sheet, write_sh
 from ia_mech.rates.__main__ import main
 from ia_mech.rates.compute import estimates
 from ia_mech.rates.load import read_runs
-from ia_mech.rates.result import result
+from ia_mech.rates.result import _by_group, result
 from ia_mech.results import folder_of, read
 from ia_mech.run import Run
 
 CAVEAT = "A heuristic, 0.9 of the time right"
+ABOVE = "There are turns at T = 1, above those of the built-in judge's fit."
 RULES = {"identity": {"kind": "builtin"}, "caveat": CAVEAT}
 
 
@@ -131,13 +132,20 @@ def test_a_field_of_the_data_tells_rates_apart(run, rates):
     table = alone.tables[0]
     assert "topic" in table.columns and {row[1] for row in table.rows} == {"maths"}
     assert "without it" not in table.legend and "same topic" in alone.sentence
+    tied = pd.DataFrame(
+        {"dataset": ["a", "b", "c"], "value": [0.0, 1.0, 1.0], "sources": 1, "rows": 2}
+        | {"quantity": "rate", "outcome": "follow_up", "temperature": 0.0, "events": [0, 2, 2]}
+    )
+    said = "By topic, 0 of 2 (topic = a) to 1.00 (2 groups, such as topic = b) of greedy turns"
+    assert _by_group("topic", tied).startswith(said)
 
 
 def test_every_rate_is_printed_with_its_interval_and_written(run, rates, tmp_path):
     annotate(run)
     outcome = rates(run.path, "--full", "--level", 0.9, "--seed", 4)
     assert outcome.status == 0, outcome.err
-    for text in ("By the built-in judge, 0 of ", "; at T = 1, ", CAVEAT, "fewer than 24 queries"):
+    few = "fewer than 24 queries"
+    for text in ("By the built-in judge, 0 of ", "; at T = 1, ", CAVEAT, ABOVE, few):
         assert text in outcome.out
     assert "no rate is corrected by anna's labels" in outcome.out  # there are too few
 

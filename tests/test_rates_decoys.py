@@ -99,7 +99,9 @@ def test_gates_of_judges_that_look_at_different_things(run):
 
 def test_sentence_and_control_follow_the_gate(run):
     follow_up = planted(run, 0.95)
-    found = result(judged_by(run, lambda item: FOLLOW_UP if item in follow_up else NEW))
+    judged = judged_by(run, lambda item: FOLLOW_UP if item in follow_up else NEW)
+    assert "conversation from a wrong one (gate passed; excess +0.9" in judged.gate.short
+    found = result(judged)
     assert "turns react to their own response: they are follow-ups" in found.sentence
     assert "(gate passed). Over all temperatures" in found.control
     assert set(found.estimates["gate"]) == {"passed"}

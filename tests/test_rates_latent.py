@@ -45,7 +45,9 @@ def test_a_rise_that_is_fewer_turns_out_of_role():
     said = verdict(rows)
     assert "hides, are shown at T = 0.7. From greedy turns to these" in said
     assert f"; staying in role makes {role:+.2f} [" in said
-    assert "Only following up once in role is awareness: that it rises is not shown." in said
+    assert (
+        "Only the rate among turns in role can show awareness: that it rises is not shown." in said
+    )
     assert "would have been shown" in said and "siblings" not in said
 
 
@@ -62,12 +64,17 @@ def test_fewer_copies_are_said_to_be_staying_in_role():
     assert f"{together}role {rest} (p = " in said
     assert "Latent follow-ups" in said and "are shown" in said
     assert said.count("awareness") == 1
-    assert "Only following up once in role is awareness: that it rises is not shown." in said
+    assert (
+        "Only the rate among turns in role can show awareness: that it rises is not shown." in said
+    )
 
 
 def test_turns_that_stay_in_role_more_often_and_follow_up_less_are_said_so():
     said = verdict(estimated(decoys((0.8, 0.1), (0.9, 0.5), queries=200)))
-    assert "are shown" in said and "Only following up once in role is awareness: it falls." in said
+    assert (
+        "are shown" in said
+        and "Only the rate among turns in role can show awareness: it falls." in said
+    )
     assert "would have been shown" not in said
 
 
@@ -75,7 +82,7 @@ def test_a_rise_among_the_turns_in_role():
     rows = estimated(decoys((0.3, 0.3), (0.2, 0.5)))
     assert rows["value"][2] == pytest.approx(0.21, abs=0.04)
     said = verdict(rows)
-    assert "are shown at T = 0.7" in said and "is awareness: it rises." in said
+    assert "are shown at T = 0.7" in said and "can show awareness: it rises." in said
     fewer = verdict(estimated(decoys((0.3, 0.3), (0.5, 0.2))))
     assert "are not shown at T = 0.7" in fewer
 

@@ -213,13 +213,13 @@ def test_what_people_said_and_why_a_judge_gave_no_verdict(judged):
     table, *_ = write_sheet(judged, sheet._replace(rows=rows), judged.path.parent / "sheet")
     import_sheet(judged, table, "anna")
     (judged.path / "judgements" / "builtin.parquet").unlink()
-    scores = [json.dumps({"generic": 0.75, "new_topic": 0.25}), *[None] * 59]
+    scores = [json.dumps({"generic": 0.75, "follow_up": 0.25}), *[None] * 59]
     why = {"error": ["", "no JSON", *[""] * 58], "mode": ["text", *[""] * 59], "scores": scores}
     plant(judged, "builtin", ["generic", None, *["generic"] * 58], **why)
     labels = unpacked(render_report([judged]))["turns"]["labels"]
     assert list(labels) == ["builtin", "anna (annotator)"]
-    assert labels["builtin"]["score"][:2] == [0.75, None]
-    shown = "scores: generic 0.75, new topic 0.25 · judged by text"
+    assert labels["builtin"]["score"][:2] == [0.25, None]
+    shown = "scores: generic 0.75, follow-up 0.25 · judged by text"
     assert labels["builtin"]["reason"][:3] == [shown, "no JSON", ""]
     own = judged.labels.annotations("anna")
     assert labels["anna (annotator)"]["reason"].count("dull") == len(own) > 0
@@ -290,6 +290,7 @@ def test_two_runs_stand_side_by_side(judged, tmp_path):
     for one in (judged, other):
         moons(folder_of(one.path, "moons"), one)
     page = render_report([judged, other, Run.open(bare.path)])
+    assert page.count('<p class="small">3 queries</p>') == 2
     assert page.count('id="s1"') == 1 and 'id="s2"' not in page
     assert re.findall(r"<h\d class=\"of\">(.*?)</h", page) == ["run", "other"]
     assert page.count("There are no results yet") == 1
@@ -335,7 +336,7 @@ def test_results_of_labels_that_were_replaced_say_so(judged):
 
 def test_a_page_that_would_be_too_large_holds_a_sample_of_whole_contexts(judged):
     _, words = browsers.browser([judged], ["run"], [[]])
-    assert words.startswith("60 turns after 12 contexts.") and "not shown" in words
+    assert words.startswith("60 turns after 12 conversations.") and "not shown" in words
     limit = 40 * judged.settings["max_new_tokens"]  # of the tokens that 60 turns may have
     small, words = browsers.browser([judged], ["run"], [[]], limit)
     kept = json.loads(gzip.decompress(base64.b64decode(small)))

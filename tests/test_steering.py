@@ -379,7 +379,7 @@ def test_what_cant_be_used_is_refused_in_a_line(folder, small, tmp_path, capfd, 
     alike = own.card | {"asked": own.card["asked"] | {"target": "greedy"}}
     Probe(own.directions, alike).save(tmp_path / "alike")
     line = refused("--probe", str(tmp_path / "alike"))
-    assert "all contexts here have the same rate, so that no probe can be fitted" in line
+    assert "all conversations here have the same rate, so that no probe can be fitted" in line
     Probe(own.directions, {"layer": 2}).save(tmp_path / "by-hand")
     line = refused("--probe", str(tmp_path / "by-hand"))
     assert "doesn't say which direction of which model" in line

@@ -54,8 +54,8 @@ def label(
             judge made it.
 
     Returns:
-        What ``run.labelled(name)`` gives: a row per turn, with ``text``, ``category`` and
-        ``follow_up``.
+        What ``run.labelled(name)`` gives: a row per turn, with ``text``, ``category``,
+        ``follow_up`` and ``follow_up_probability``.
 
     Raises:
         UserError: as :func:`ia_mech.judge.judging.label_run`; the judge is neither a function nor

@@ -119,12 +119,12 @@ unpacked().then((data) => {
   if (bits) orders["most bits"] = (i) => bits[i];
   for (const judge of judges) {
     const scores = turns.labels[judge].score;
-    if (scores.some((score) => score !== null)) orders[`most certain turn of ${judge}`] = (i) => scores[i];
+    if (scores.some((score) => score !== null)) orders[`highest p(follow-up) by ${judge}`] = (i) => scores[i];
   }
   for (const name of Object.keys(contexts.probes)) {
     orders[`highest prediction of ${name}`] = (i) => contexts.probes[name][turns.context[i]];
   }
-  const sorting = control("sort contexts by", el("select", {}, ...Object.keys(orders).map((name) =>
+  const sorting = control("sort conversations by", el("select", {}, ...Object.keys(orders).map((name) =>
     el("option", { value: name, defaultSelected: name === "as sampled" }, name))));
 
   // Tokens are shaded by a value: each entry gives values, colour, and the value of the darkest shade.
@@ -180,7 +180,7 @@ unpacked().then((data) => {
       const yes = followUp[category[i]];
       if (reason[i]) why.push(judges.length > 1 ? `${judge}: ${reason[i]}` : reason[i]);
       return el("span", { class: yes ? "follow-up" : "" }, (yes ? "✓ " : "") + data.headings[category[i]]
-        + (score[i] === null ? "" : ` (certainty ${score[i].toFixed(2)})`) + byJudge(judge));
+        + (score[i] === null ? "" : `, p(follow-up) ${score[i].toFixed(2)}`) + byJudge(judge));
     });
     if (turns.decoy[i]) labels.push(DECOY[turns.decoy[i]]);
     if (bits && bits[i] !== null) labels.push(`${bits[i].toFixed(2)} bits`);
@@ -255,7 +255,7 @@ unpacked().then((data) => {
     const number = (n) => n.toLocaleString("en");
     const turnsFound = passes.reduce((sum, pass) => sum + pass, 0);
     byId("count").textContent = (shown.length ? `${number(first + 1)}–${number(first + shown.length)} of ` : "")
-      + `${number(found.length)} contexts, ${number(turnsFound)} turns`;
+      + `${number(found.length)} conversations, ${number(turnsFound)} turns`;
   }
 
   function filter() {

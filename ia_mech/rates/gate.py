@@ -14,6 +14,7 @@ from ia_mech.judge.decoys import AFTER, SIBLING, WRONG
 from ia_mech.stats import Estimate, dyadic_difference
 
 BUILT_IN = "builtin"  # the name of the built-in judge
+FITTED_TO = 0.7  # the highest temperature of turns that it was fitted on
 VERDICTS = ("own_follow_up", "follow_up")  # columns of decoys: after its own context, and there
 GATE_LEVEL = 0.95  # of the interval that decides
 PASSED, NOT_PASSED = "passed", "failed"
@@ -24,8 +25,8 @@ UNDECIDED, NO_DECOYS = "undecided", "no decoys"
 class Gate:
     """What decoys of one kind say of a judge, over all datasets and temperatures of a model.
 
-    The margin decides. After wrong conversations it is the rate minus twice the floor: more than
-    half of the rate must be excess. After siblings it is the excess itself. An apt turn may fit
+    The margin decides. After wrong conversations it is the excess minus the floor: the excess must
+    be larger than the floor. After siblings it is the excess itself. An apt turn may fit
     another response to its query, too: the excess over siblings is a lower bound of how often turns
     react to the response that they followed.
     """
@@ -64,22 +65,30 @@ class Gate:
         return self.siblings is not None and self.siblings.verdict == PASSED
 
     @property
+    def short(self) -> str:
+        """The verdict in a sentence without a full stop at its end."""
+        if not self.decoys:
+            of_model = f", on turns of {self.model}," if self.model else ""
+            return (
+                f"The floor of {named(self.judge)}{of_model} is unknown: no turn was shown to it "
+                "after a wrong conversation (that takes two queries of a dataset)"
+            )
+        return f"{self.decided} (gate {self.verdict}; excess {self.excess.text(sign=True)})"
+
+    @property
     def sentence(self) -> str:
         """The numbers behind the word: of wrong conversations, and of siblings where there are any.
         It has no full stop at its end."""
         whose = f" of {self.model}" if self.model else ""
-        of_model = f", on turns{whose}," if whose else ""
         if not self.decoys:
-            text = (
-                f"The floor of {named(self.judge)}{of_model} is unknown: no turn was shown to it "
-                "after a wrong conversation (that takes two queries of a dataset)"
-            )
+            text = self.short
         else:
             text = (
-                f"{self.decided}. Over all temperatures together, it calls {self.rate:.2f} of the "
-                f"turns{whose} follow-ups, and {self.floor:.2f} of the same turns if it sees "
-                f"them after {AFTER[WRONG]} (the floor): {self.more}. The gate passes if the "
-                f"excess is larger than the floor; the difference is {self.margin.text(sign=True)}"
+                f"{self.decided} (gate {self.verdict}). Over all temperatures together, it calls "
+                f"{self.rate:.2f} of the turns{whose} follow-ups, and {self.floor:.2f} of the same "
+                f"turns if it sees them after {AFTER[WRONG]} (the floor): {self.more}. The gate "
+                "passes if the excess is shown to be larger than the floor: excess minus floor is "
+                f"{self.margin.text(sign=True)}"
             )
         if self.siblings is not None and self.siblings.decoys:
             text += (
@@ -96,7 +105,7 @@ class Gate:
     @property
     def decided(self) -> str:
         """Whether the judge can be relied on, in words, after wrong conversations."""
-        here = f"On turns of {self.model}" if self.model else "On this run"
+        here = f"On turns of {self.model}" if self.model else "On the whole run"
         judge = f"{here}, {named(self.judge)}"
         said = {
             PASSED: f"{judge} can tell a turn's own conversation from a wrong one",
@@ -105,7 +114,7 @@ class Gate:
             UNDECIDED: f"{here}, it is undecided whether {named(self.judge)} can tell a turn's own "
             "conversation from a wrong one",
         }
-        return f"{said[self.verdict]} (gate {self.verdict})"
+        return said[self.verdict]
 
 
 def named(judge: str) -> str:

@@ -102,7 +102,7 @@ def verdict(estimates: pd.DataFrame, level: float = 0.95) -> str:
         parts = f"; staying in role makes {role}, following up once in role {rest}"
         fell = found[REST]["value"] < 0 and found[REST]["p_holm"] < 1 - level
         rise = "it rises" if more else "it falls" if fell else "that it rises is not shown"
-        aware = [f"Only following up once in role is awareness: {rise}."]
+        aware = [f"Only the rate among turns in role can show awareness: {rise}."]
     said = [
         f"Latent follow-ups, which sampling brings out and greedy decoding hides, {word} shown at "
         f"T = {best:g}{several}.",

@@ -20,7 +20,7 @@ from ia_mech.errors import UserError
 from ia_mech.judge.rubric import CANNOT_ASSESS, OUT_OF_ROLE, Rubric, rubric_of
 from ia_mech.judge.verdict import identity_hash
 from ia_mech.rates.evidence import DEPENDENT, dependent
-from ia_mech.rates.gate import VERDICTS, Gate, gate_of
+from ia_mech.rates.gate import BUILT_IN, FITTED_TO, VERDICTS, Gate, gate_of
 from ia_mech.run import Run
 from ia_mech.run.labelled import FAILED
 from ia_mech.run.reader import GROUPS
@@ -74,6 +74,16 @@ class JudgedTurns:
     def rubric(self) -> Rubric:
         """What the judge labels by."""
         return rubric_of(self.record)
+
+    @property
+    def above_fit(self) -> str:
+        """A sentence, without a full stop, on temperatures above those that the built-in judge was
+        fitted on; empty if there are none."""
+        above = sorted(t for t in self.turns["temperature"].unique() if t > FITTED_TO)
+        if not above or self.record.get("identity", {}).get("kind") != BUILT_IN:
+            return ""
+        those = " and ".join(f"T = {t:g}" for t in above)
+        return f"There are turns at {those}, above those of the built-in judge's fit"
 
     @cached_property
     def by_model(self) -> dict[tuple[str, str], Gate]:
@@ -384,8 +394,8 @@ def _without_repeated(
 
 def _notes(runs: list[Run], turns: pd.DataFrame) -> list[str]:
     notes = [
-        f"{len(skipped)} rows of {run.name}'s data were skipped, and are in no number: "
-        f"{skipped[0]}{' …' if len(skipped) > 1 else ''}"
+        f"skipped rows of {run.name}'s data, which are in no number: {len(skipped)} ({skipped[0]}"
+        f"{', …' if len(skipped) > 1 else ''})."
         for run in runs
         if (skipped := run.record.get("skipped"))
     ]

@@ -24,6 +24,9 @@ QUESTION = "How often are the user turns follow-ups?"
 Columns = dict[str, tuple[str, int | str]]  # of a table: which estimates → head and format
 LINES = ("model", "perturbation", "dataset", "temperature")
 NO_VALUE = "–"  # what Run.groups calls rows without the field
+OF_BOTH = (  # of floor and excess
+    "Their queries are those of the turns and those of the wrong conversations."
+)
 OWN, THERE = "follow-ups", "follow-ups there"  # heads of columns
 FOLLOW_UPS: Columns = {
     "follow_up": ("follow-ups", 2),
@@ -90,6 +93,7 @@ def result_on(
     known = judged.record.get("caveat", "").rstrip(".")
     control = [gate.sentence for gate in gates]
     control += [known[0].upper() + known[1:]] if known else []
+    control += [judged.above_fit] if judged.above_fit else []
     return Result(
         name=f"rates-{judged.judge}{kind.removeprefix('rates')}{shown}",
         control=" ".join(f"{one}." for one in control),
@@ -152,14 +156,22 @@ def _by_group(field: str, rows: pd.DataFrame) -> str:
     rates = rows[(rows["quantity"] == "rate") & (rows["outcome"] == "follow_up")]
     t = rates["temperature"].min()
     rates = rates[rates["temperature"] == t].sort_values("value", kind="stable")
-    ends = [f"{cell_of(row)} ({field} = {one_line(row.dataset, 40)})" for row in rates.itertuples()]
-    if len(ends) < 2:
+    if len(rates) < 2:
         return f"All of them have the same {field}."
     turns = f"turns at T = {t:g}" if t else "greedy turns"
     if rates["value"].nunique() == 1:
         same = rates["value"].iloc[0]
-        return f"By {field}, all {len(ends)} groups have the same rate of {turns}: {same:.2f}."
-    return f"By {field}, {ends[0]} to {ends[-1]} of {turns} are follow-ups."
+        return f"By {field}, all {len(rates)} groups have the same rate of {turns}: {same:.2f}."
+    ends = []
+    for end in rates["value"].min(), rates["value"].max():
+        tied = rates[rates["value"] == end]
+        whose = f"{field} = {one_line(tied['dataset'].iloc[0], 40)}"
+        ends.append(
+            f"{cell_of(next(tied.itertuples()))} ({whose})"
+            if len(tied) == 1
+            else f"{end:.2f} ({len(tied)} groups, such as {whose})"
+        )
+    return f"By {field}, {ends[0]} to {ends[1]} of {turns} are follow-ups."
 
 
 def _reaction(gate: Gate) -> str:
@@ -200,6 +212,8 @@ def _tables(
             table = replace(
                 table, legend=f"{NO_VALUE}: rows of the data without it. {table.legend}"
             )
+        if "floor" in set(each["quantity"]):
+            table = replace(table, legend=f"{table.legend} {OF_BOTH}")
         tables.insert(0, replace(table, columns=columns))
     elif each["dataset"].nunique() > 1:
         tables.append(_rate_table("rates by dataset", each, FOLLOW_UPS | OTHERS, full=True))
@@ -243,9 +257,9 @@ def _gate_table(gates: list[Gate]) -> Table:
         "turns that the judge is shown after what they did not follow",
         ["counted", "shown after", "turns", OWN, THERE, "excess", "gate"],
         rows,
-        "Gate: passed if the excess is larger than the rate after a wrong conversation; after "
-        "another response, if it is above 0. With few queries neither may be certain: the gate is "
-        "then undecided.",
+        "Gate: passed if the excess is shown to be larger than the floor (follow-ups there), "
+        "failed if it is shown to be smaller, else undecided. After another response the excess "
+        "is compared with 0.",
     )
 
 
@@ -341,6 +355,7 @@ def _figures(whole: pd.DataFrame, judged: JudgedTurns) -> dict:
         model, weights, perturbation = subject
         gate = judged.by_model[model, weights]
         more = "" if perturbation == "none" else f", {perturbation}"
+        more += "" if judged.by is None else f", all values of {one_line(judged.by, 40)} together"
         title = f"{one_line(model, 40)}{more}\njudge {gate.judge}, gate over all T: {gate.word}"
         drawings["rates" if number == 1 else f"rates-{number}"] = figures.draw_rates(of, title)
     return drawings

@@ -15,7 +15,7 @@ import pandas as pd
 
 from ia_mech.cli import program, shell_word
 from ia_mech.display import link_title, links_of, reading_of
-from ia_mech.estimates import ALL
+from ia_mech.estimates import ALL, all_datasets
 from ia_mech.judge.rubric import heading
 from ia_mech.page import image
 from ia_mech.results import Result, Table, read, sentences_of
@@ -32,7 +32,19 @@ ORDER = (
 )
 MAX_ESTIMATES = 400  # rows that a page lists; the file has all
 _ADVICE = re.compile(r" --[a-z]")  # in a sentence that says what to do, not what was found
+RATES = ("rate", "follow-up rate")  # quantities whose rows are turns
+LINES = ("model", "weights_hash", "perturbation", "condition", "dataset", "temperature")
 _INTERVAL = re.compile(r"(\[[-+−–\d.,% ]{3,40}\])")
+
+
+def _many(count: float, one: str, several: str) -> str:
+    """Such as ``2 queries``; empty of none or of an unknown count."""
+    return f"{count:,.0f} {one if count == 1 else several}" if count > 0 else ""
+
+
+def _temperature(found: pd.DataFrame) -> pd.Series:
+    """The temperatures of estimates; NaN where they have none."""
+    return found.get("temperature", pd.Series(np.nan, found.index))
 
 
 @dataclass(frozen=True)
@@ -59,6 +71,25 @@ class Answer:
     @property
     def kind(self) -> str:
         return str(self.result.about.get("kind", self.result.name))
+
+    @property
+    def counted(self) -> str:
+        """Of what the numbers are, such as ``12 queries · greedy, T = 1 · 2 samples · 72 turns``;
+        without what the result doesn't tell."""
+        found = self.result.estimates
+        found = all_datasets(found) if "dataset" in found else found
+        rates = found[found["quantity"].isin(RATES) & _temperature(found).notna()]
+        used = rates if len(rates) else found
+        every = sorted(_temperature(used).dropna().unique())
+        sampled = ", ".join(f"{t:g}" for t in every if t > 0)
+        turns = rates.drop_duplicates([*{*rates} & {*LINES}])["rows"].sum() if len(rates) else 0
+        told = [
+            _many(used["sources"].max(), "query", "queries"),
+            ", ".join(["greedy"] * (0 in every) + [f"T = {sampled}"] * bool(sampled)),
+            _many(self.result.about.get("samples", 0), "sample", "samples"),
+            _many(turns, "turn", "turns"),
+        ]
+        return " · ".join(filter(None, told))
 
     @property
     def judge(self) -> str:
@@ -124,6 +155,9 @@ def _place(kind: str) -> tuple[int, str]:
 
 def _answer(run: Run, name: str, folder: Path, runs: Sequence[Run]) -> Answer:
     result = read(folder)
+    if result.about["kind"].startswith("rates"):
+        samples = run.settings["samples"]
+        result = replace(result, about={"samples": samples, **result.about})
     kept = result.about.get("labels", {}).get(run.identity_digest)
     if kept is not None and kept != run.labels.digest(result.about["labellers"]):
         warning = "These results rest on labels that have been replaced since. "

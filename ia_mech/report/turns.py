@@ -16,7 +16,7 @@ from ia_mech.models.load import load_files, recall
 from ia_mech.page import packed
 from ia_mech.rates.evidence import DEPENDENT, table_of_run
 from ia_mech.run import Run
-from ia_mech.run.labelled import FAILED
+from ia_mech.run.labelled import FAILED, follow_up_probabilities
 from ia_mech.run.labels import KEY
 from ia_mech.run.reader import HeaderLogits
 from ia_mech.untrusted import visible
@@ -76,13 +76,13 @@ def browser(
     records = [run.labels.record("judgements", j) for run in runs for j in run.labels.judges]
     follow_ups = {name for record in records for name in rubric_of(record).follow_ups} | {FOLLOW_UP}
     data = packed(columns_of(shown, turns, names, sorted(follow_ups)))
-    note = f"{count:,} turns after {len(contexts):,} contexts."
+    note = f"{count:,} turns after {len(contexts):,} conversations."
     if share < 1:
         note = (
             f"This page holds {(turns['decoy'] == '').sum():,} of {count:,} turns, those after "
-            f"{len(shown):,} of {len(contexts):,} contexts, drawn at random with the same share of "
-            f"every run and dataset, so that a browser can open it. The numbers above are of "
-            "all turns."
+            f"{len(shown):,} of {len(contexts):,} conversations, drawn at random with the same "
+            "share of every run and dataset, so that a browser can open it. The numbers above are "
+            "of all turns."
         )
     unknown = [run.model["name"] for run, of in zip(runs, pieces, strict=True) if of is None]
     if unknown:
@@ -141,9 +141,11 @@ def _frames(
             contexts[f"probe {folder.name}"] = contexts["context_id"].map(of_context)
     texts, decoys = turns[[*KEY, "text"]], []
     for judge in run.labels.judges:
+        counted = rubric_of(run.labels.record("judgements", judge)).follow_ups
         of_turns = run.labelled(judge, columns=VERDICT, texts=False)
-        turns = turns.join(_labels(of_turns.loc[turns.index], judge))
-        decoys.append(_labels(run.decoys(judge, VERDICT).set_index(list(DECOY)), judge))
+        turns = turns.join(_labels(of_turns.loc[turns.index], judge, counted))
+        of_decoys = run.decoys(judge, VERDICT).set_index(list(DECOY))
+        decoys.append(_labels(of_decoys, judge, counted))
     for person in run.labels.annotators:
         said = run.labelled(annotator=person, texts=False).loc[turns.index]
         said = said.drop(columns="category", errors="ignore")
@@ -161,8 +163,8 @@ def _frames(
     return contexts, turns
 
 
-def _labels(rows: pd.DataFrame, judge: str) -> pd.DataFrame:
-    """Category, reason and certainty (the score of the category) of a judge's verdicts."""
+def _labels(rows: pd.DataFrame, judge: str, follow_ups: Sequence[str] = ()) -> pd.DataFrame:
+    """Category, reason and probability of a follow-up of a judge's verdicts, where there is one."""
     none = pd.Series(None, rows.index, dtype=object)
     said, error, given, mode = (rows.get(name, none).astype(object) for name in VERDICT)
     scores = [json.loads(text) if isinstance(text, str) else {} for text in given]
@@ -174,12 +176,11 @@ def _labels(rows: pd.DataFrame, judge: str) -> pd.DataFrame:
             strict=True,
         )
     ]
-    certain = [of.get(category) for of, category in zip(scores, rows["category"], strict=True)]
     return pd.DataFrame(
         {
             f"category {judge}": rows["category"].astype(object),
             f"reason {judge}": pd.Series(reasons, rows.index, dtype=object),
-            f"score {judge}": pd.Series(certain, rows.index, dtype=float),
+            f"score {judge}": follow_up_probabilities(given, follow_ups),
         }
     )
 

@@ -3,7 +3,9 @@
 Labels are put beside the turns of ``Run.turns`` here and nowhere else.
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -51,6 +53,20 @@ def labelled_turns(
             **{name: found[name].astype(object) for name in ("stratum", "sheet", "note")},
         )
     return frame
+
+
+def follow_ups_of(record: dict[str, Any]) -> list[str]:
+    """The categories that count as follow-ups by the rubric in a judge's record."""
+    own = record.get("rubric", {}).get("own")
+    return [one["name"] for one in own["categories"] if one["follow_up"]] if own else ["follow_up"]
+
+
+def follow_up_probabilities(scores: pd.Series, follow_ups: Collection[str]) -> pd.Series:
+    """Of each of a judge's ``scores`` (JSON), the sum over the categories that are follow-ups; NaN
+    where there are none."""
+    found = [json.loads(text) if isinstance(text, str) else {} for text in scores]
+    chances = [sum(of.get(name, 0.0) for name in follow_ups) if of else np.nan for of in found]
+    return pd.Series(chances, scores.index, dtype=float)
 
 
 def labelled_decoys(

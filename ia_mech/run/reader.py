@@ -323,7 +323,8 @@ class Run:
 
         Args:
             judge: the name of a judge (a program that labelled the turns). It gives
-                ``category`` (``failed`` where the judge gave none) and ``follow_up``. With neither
+                ``category`` (``failed`` where the judge gave none), ``follow_up`` and, beside
+                texts, ``follow_up_probability`` (NaN where the judge gives no scores). With neither
                 name given, the run's only judge; a run with several judges is refused then.
             annotator: the name of an annotator (a person or a model who labelled a sheet). It
                 gives ``truth_category`` and ``truth`` (whether the turn is a follow-up),
@@ -343,7 +344,11 @@ class Run:
             UserError: there are no such labels, they can't be read or belong to other turns; or no
                 name is given, and the run has no judge or several.
         """
-        from ia_mech.run.labelled import labelled_turns
+        from ia_mech.run.labelled import (
+            follow_up_probabilities,
+            follow_ups_of,
+            labelled_turns,
+        )
 
         if judge is None and annotator is None:
             judges = self.labels.judges
@@ -358,8 +363,16 @@ class Run:
                     f"name one, as in run.labelled({judges[0]!r})",
                 )
             (judge,) = judges
-        frame = labelled_turns(self.turns, self.labels, judge, annotator, columns)
-        return frame.drop(columns="source").join(self._texts()) if texts else frame
+        of_judge = [*columns, "scores"] if texts and judge is not None else columns
+        frame = labelled_turns(self.turns, self.labels, judge, annotator, of_judge)
+        if not texts:
+            return frame
+        if judge is not None:
+            follow_ups = follow_ups_of(self.labels.record("judgements", judge))
+            chances = follow_up_probabilities(frame["scores"], follow_ups)
+            frame = frame.assign(follow_up_probability=chances)
+            frame = frame.drop(columns={"scores"} - {*columns})
+        return frame.drop(columns="source").join(self._texts())
 
     def _texts(self) -> pd.DataFrame:
         """``query``, ``response`` and ``text`` of each of :attr:`turns`."""
