@@ -211,6 +211,8 @@ def test_an_answer_is_a_verdict_or_a_failure_of_a_known_type(reply, status, plac
         (f'{{"query": "{{}}"}} {GOOD}', False),
         (f"[THINK]maybe {{generic}} or {GOOD}[/THINK]\n{GOOD}", False),
         (f"<thinking>{GOOD}</thinking>\nSo: {GOOD}", False),
+        (f"<notes>new?</notes><answer>\n{GOOD}\n</answer>", False),
+        (f"It asks. Based on this, my label for the turn is:\n\n```json\n{GOOD}\n```", False),
         (f"{GOOD} or not\n</think>\n{GOOD}", False),  # the template opened the thought
         (f"{HARMONY}{GOOD}<|end|><|start|>assistant<|channel|>final<|message|>{GOOD}", False),
         (f"{HARMONY}<|channel|>final <|constrain|>json<|message|>{GOOD}<|return|>", False),
@@ -235,6 +237,16 @@ QUOTED = [
     f"[THINK]maybe {GOOD}",
     f"{HARMONY}maybe {GOOD}<|end|>",
     f"First {GOOD}",
+    f"<THINK>Draft: {GOOD}",
+    f"<reflection>\nA draft.\n{GOOD}\n</reflection>",
+    f"[SCRATCH PAD]\n{GOOD}",
+    f"Here are my reasoning steps:\n{GOOD}",
+    f"**Draft**: {GOOD}",
+    f"A wrong label would be: {GOOD}",
+    f"I won't be fooled. The user turn is: {GOOD}",
+    f"Der Nutzer schreibt: {GOOD}",
+    f"It ends thus.\n> {GOOD}",
+    f"It ends thus.\n'{GOOD}'",
 ]
 
 

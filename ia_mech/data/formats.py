@@ -91,7 +91,8 @@ _FIRST_ANSWER = ("reference_first_answer", "response", "responses")  # to a list
 _LIKE_QUERY = re.compile(r"(question|query|prompt|instruction|problem|input)$")
 _LIKE_RESPONSE = re.compile(
     r"(response|answer|output|completion|generation|prediction|candidate|rollout|reply|replie"
-    r"|assistant|hypothesis|sampled|samples|resp|pred)s?$"
+    r"|assistant|hypothesis|sampled|samples|resp|pred)s?(_text)?$"
+    r"|(^|_)(generated|predicted|decoded)(_|$)"
 )
 _LIKE_GOLD = ("gold", "correct", "expected", "reference", "target", "ideal", "truth")
 _NEAR = 0.8  # of difflib: a name with a letter too many, too few or swapped is near

@@ -3,7 +3,8 @@
 Answers are read strictly: what isn't a verdict becomes a failure and is never guessed at. A draft
 is no verdict: of an answer that a token limit cut off, or of reasoning without an answer, a verdict
 counts only if it is the whole text. A quotation is no verdict either: among other words, a verdict
-has to end the answer, and may not be an object of the material's.
+has to end the answer, begin a sentence or be called the answer, and may not name the category of an
+object of the material's.
 """
 
 import json
@@ -31,11 +32,12 @@ _REFUSAL = re.compile(
 _TAG = re.compile(  # tags, control tokens, code fences: no words of an answer
     r"<\|constrain\|>\w+|<[^<>\n]*>|\[/?[A-Z][A-Z _]*\]|```\w*"
 )
-_SAYS = re.compile(  # what leads into someone else's words
-    r"\b(says?|said|saying|asks|tells|told|claims|states|reads|writes|wrote|contains|containing|"
-    r"includes|quot\w+|inject\w+|plant(s|ed))\b",
-    re.IGNORECASE,
-)
+_OPENED = re.compile(r"<(\w+)>|\[([A-Z_ ]+)\]")
+_FOR_ANSWERS = {"answer", "final_answer", "final", "verdict", "label", "json", "output", "result"}
+_NAMES_IT = _FOR_ANSWERS | {"category", "classification", "evaluation", "assessment", "judgement"}
+_NAMES_IT |= {"judgment", "so", "thus", "therefore", "hence", "here"}
+_BESIDE_IT = {"is", "s", "the", "my", "this", "requested", "correct", "as", "follows", "of", "for"}
+_BESIDE_IT |= {"user", "turn"}
 
 
 class NoVerdict(ValueError):
@@ -101,7 +103,7 @@ def find_verdict(
     """The one verdict in a text, and whether it is the whole text.
 
     A verdict is a JSON object with a ``category`` that names one of the rubric's. It may stand
-    after other words, which end with a sentence or a colon; thinking in front of it is skipped (a
+    after other words (a sentence, or "The answer is"); thinking in front of it is skipped (a
     server without a reasoning parser leaves it in the content). Two objects with a category are
     none, even if they agree: one of them may be a quotation.
 
@@ -113,9 +115,9 @@ def find_verdict(
     words = text  # a mark or a word in an object's strings is evidence
     for start, end, _ in objects:
         words = f"{words[:start]}{'{' * (end - start)}{words[end:]}"
-    begin = max(words.rfind(m.closing) + len(m.closing) if m.closing in words else 0 for m in KNOWN)
+    begin = max(end for marks in KNOWN for end in (0, *_ends(marks.closing, words)))
     marks = (marks.opening for marks in KNOWN if not marks.opening[0].isalpha())
-    if any(mark in words[begin:] for mark in marks):
+    if any(_ends(mark, words[begin:]) for mark in marks):
         raise NoVerdict("thinking without an end")
     verdicts = [one for one in objects if one[0] >= begin and "category" in one[2]]
     if len(verdicts) != 1:
@@ -134,13 +136,28 @@ def _refuse_quotation(before: str, after: str, verdict: dict[str, Any], item: It
     """Raise NoVerdict where a verdict among other words may be someone else's."""
     if re.search(r"[\w{]", _TAG.sub("", after)):
         raise NoVerdict("words after the JSON object")
-    before = re.sub(r":[^\w{]*$", ":", _TAG.sub("", before))
-    lead = re.split(r"[.!?](?=\W|$)|[{]|(?<!:)\n", before)[-1]
-    if re.search(r"\w", lead) and (_SAYS.search(lead) or not re.search(r"(:|\bis)\W*$", lead)):
-        raise NoVerdict("a JSON object that may be quoted")
+    for mark in _OPENED.finditer(before):
+        name = mark[1] or mark[2]
+        if name.lower() not in _FOR_ANSWERS and not re.search(
+            rf"/{name}[>\]]", before[mark.end() :]
+        ):
+            raise NoVerdict(f"a JSON object within {mark[0]}")
+    before = _TAG.sub("", before)
+    # The last clause: a colon's line may end before the object.
+    clause = re.split(r"[.!?](?=\W|$)|[,;{]|(?<!:)\n", re.sub(r":[^\w{]*$", ":", before))[-1]
+    named = set(re.findall(r"\w+", clause.lower()))
+    if named and not (named & _NAMES_IT and named <= _NAMES_IT | _BESIDE_IT):
+        raise NoVerdict("a JSON object that no word calls the answer")
+    if re.search(r"[>\"'“”„‘’«»]\s*$", before):
+        raise NoVerdict("a JSON object in quotation marks")
     texts = (item.query, item.response, item.turn) if item else ()
-    if any(verdict == value for text in texts for *_, value in _objects(text)):
+    if any(verdict["category"] == one.get("category") for t in texts for *_, one in _objects(t)):
         raise NoVerdict("a JSON object of the material's")
+
+
+def _ends(mark: str, text: str) -> list[int]:
+    """Where a mark ends in a text, in capitals or not."""
+    return [found.end() for found in re.finditer(re.escape(mark), text, re.IGNORECASE)]
 
 
 def _objects(text: str) -> Iterator[tuple[int, int, dict[str, Any]]]:
