@@ -21,7 +21,7 @@ sample: $(INSTALLED)
 demo: $(INSTALLED)
 	$(BIN)/ia-mech sample --out $(DEMO)
 	$(BIN)/ia-mech judge run $(DEMO) --replace
-	$(BIN)/ia-mech rates $(DEMO)
+	$(BIN)/ia-mech rates $(DEMO) --judge builtin
 	$(BIN)/ia-mech report $(DEMO)
 
 study: $(INSTALLED)

@@ -24,6 +24,7 @@ from difflib import get_close_matches
 from itertools import pairwise
 from typing import Any, NoReturn
 
+from ia_mech.cli import shell_word
 from ia_mech.data.messages import (
     METADATA,
     NOT_PART,
@@ -598,6 +599,7 @@ def _shape(cells: Row) -> str:
         raise UserError(f"{cells.place}: nothing is in {' and '.join(map(repr, empty))}", CORRECT)
     response = cells.like(cells.known, _NAMES["response"], _LIKE_RESPONSE) or "NAME"
     messages = next((n for n, v in cells.known.items() if has_roles(as_list(v))), "NAME")
+    query, response, messages = (shell_word(name) for name in (query, response, messages))
     raise UserError(
         f"{cells.place}: columns not recognised (found: {cells.found})",
         f"name them: --query-column {query} --response-column {response}, or --messages-column "
