@@ -319,6 +319,8 @@ def test_two_models_are_named_by_their_models_and_their_comparison_opens_the_pag
         re.findall(r"<h\d class=\"of\">(.*?)</h", page) == names
     )  # of moons; the comparison is of both
     assert "<h1>Which?</h1>" in page and page.count("There are 0.12 moons.") == 3
+    assert "data-elsewhere" not in page  # its numbers lead to turns
+    assert render_report([judged], [tmp_path / "compare"]).count("data-elsewhere") == 1
 
 
 def test_results_of_labels_that_were_replaced_say_so(judged):

@@ -388,9 +388,9 @@ unpacked().then((data) => {
 
   for (const side of document.querySelectorAll(".side")) {
     const judge = side.dataset.judge || judges[0];
-    if ([...side.querySelectorAll("th")].some((head) => ["condition", "arm"].includes(head.textContent))) {
+    if ("elsewhere" in side.dataset) {
       side.querySelectorAll(".plot a").forEach((mark) => mark.remove());
-      continue; // turns after something was changed are not on the page
+      continue;
     }
     const own = values("run").includes(side.dataset.run) ? { run: side.dataset.run } : {};
     const name = `category${byJudge(judge)}`;

@@ -67,6 +67,7 @@ class Answer:
     pictures: list[Picture]
     estimates: Table  # every number
     folder: str  # of the files, relative to the run: a page names no folder of this machine
+    elsewhere: bool  # some turns behind the numbers are in runs that the page doesn't show
 
     @property
     def kind(self) -> str:
@@ -163,13 +164,14 @@ def _answer(run: Run, name: str, folder: Path, runs: Sequence[Run]) -> Answer:
         warning = "These results rest on labels that have been replaced since. "
         result = replace(result, sentence=warning + result.sentence)
     inside = run.path.resolve() in folder.resolve().parents
-    covered = {one.identity_digest for one in runs} & set(result.about.get("identities", []))
+    counted, here = set(result.about.get("identities", [])), {one.identity_digest for one in runs}
     return Answer(
-        run=name if len(covered) < 2 else "",
+        run=name if len(counted & here) < 2 else "",
         result=result,
         pictures=[_picture(stem, svg) for stem, svg in result.figures.items()],
         estimates=estimates_table(result.estimates),
         folder="/".join(folder.parts[-2:]) if inside else folder.name,
+        elsewhere=not counted <= here,
     )
 
 
