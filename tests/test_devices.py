@@ -254,7 +254,7 @@ def test_a_command_equals_itself_on_one_device(command, runs, gpus, tmp_path, mo
     them, as where siblings are told apart by the query, which they share."""
     folder, cpu, placed, siblings = runs
     monkeypatch.setattr(hybrids, "TOKENS", 4)
-    monkeypatch.setattr(steering, "RANDOMS", 29)
+    monkeypatch.setattr(steering, "OTHERS", 29)
     vector = str(folder / "vector.safetensors")
     recurrent = "linear_attention" in getattr(cpu.model.config, "layer_types", ())
     maps = [name for name in hybrids.MAPS if name != hybrids.BLOCKS or not recurrent]

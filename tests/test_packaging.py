@@ -13,7 +13,7 @@ from ia_mech.console import main
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("ia_mech", "probes", "experiments")
-NOT_CODE = (".html", ".js", ".css", ".json", ".jsonl", ".md", ".typed")
+NOT_CODE = (".html", ".js", ".css", ".json", ".jsonl", ".md", ".typed", ".toml", ".npz", ".jinja")
 
 
 def test_the_version_names_the_commit_of_a_checkout(capsys):

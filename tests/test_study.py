@@ -111,8 +111,10 @@ def test_a_plan_refuses_what_the_first_stage_would(tiny_model_dir, tmp_path, cap
 
 @pytest.mark.slow
 def test_killed_at_five_moments_it_comes_to_the_same_numbers(made, data, tiny_model_dir, tmp_path):
-    patched = f"vars(study).update({SMALL})"
-    command = f"import sys; from experiments import study; {patched}; sys.exit(study.main())"
+    patched = f"vars(study).update({SMALL}); embedded.encoder_directory = encoder_directory"
+    imports = "from experiments import study; from ia_mech.models import embedded"
+    imports = f"import sys; from tiny_encoder import encoder_directory; {imports}"
+    command = f"{imports}; {patched}; sys.exit(study.main())"
     words = [str(tiny_model_dir), "--dataset", data, *SETTINGS, "--out", str(tmp_path / "study")]
     for written in (
         "run/contexts/*.parquet",
@@ -123,6 +125,8 @@ def test_killed_at_five_moments_it_comes_to_the_same_numbers(made, data, tiny_mo
     ):
         # As many threads as these tests have: with more, sums round differently.
         alone = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+        tests = Path(__file__).parent
+        alone["PYTHONPATH"] = os.pathsep.join([str(tests.parent), str(tests)])
         with subprocess.Popen([sys.executable, "-c", command, *words], env=alone) as process:
             while process.poll() is None and not any((tmp_path / "study").glob(written)):
                 time.sleep(0.005)

@@ -386,7 +386,12 @@ def _contexts(planted: Planted) -> list[dict]:
         end = len(ids) - len(_TAIL)
         positions = dict(zip(_TAIL, range(end, len(ids)), strict=True))
         rows.append(
-            {"context_id": f"{source}-{order}", "source_id": source, "dataset": NAME}
+            {
+                "context_id": f"{source}-{order}",
+                "source_id": source,
+                "dataset": NAME,
+                "metadata": "{}",
+            }
             | {
                 "order": order,
                 "perturbation": "none",

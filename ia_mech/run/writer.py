@@ -132,7 +132,7 @@ class RunWriter:
     def _is_done(self, kind: str, name: str) -> bool:
         """Whether a part is there, and isn't the one that was found to be damaged."""
         file = self.path / layout.manifest_file(kind, name)
-        if not file.exists():
+        if not file.is_file():
             return False
         found = self._damaged.get((kind, name))
         return found is None or found != integrity.read_manifest(file, self._run)
