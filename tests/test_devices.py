@@ -259,7 +259,7 @@ def test_a_command_equals_itself_on_one_device(command, runs, gpus, tmp_path, mo
     recurrent = "linear_attention" in getattr(cpu.model.config, "layer_types", ())
     maps = [name for name in hybrids.MAPS if name != hybrids.BLOCKS or not recurrent]
     words = {
-        locate: [siblings.path, "--queries", "2", "--recipients", "1", "--maps", *maps],
+        locate: [siblings.path, "--queries", "3", "--recipients", "1", "--maps", *maps],
         elicit: [siblings.path, "--judge", "builtin"],
         steering: [siblings.path, "--judge", "planted", "--vector", vector, "--kl", "0.001"],
     }[command]
