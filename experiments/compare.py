@@ -76,7 +76,9 @@ def category_shares(run: Run, judge: str) -> pd.DataFrame:
 
     rubric = rubric_of(run.labels.record("judgements", judge))
     labels = run.labelled(judge, texts=False)
-    labels = labels[labels["follow_up"].notna()].astype({"source": object, "category": object})
+    labels = labels[run.drawn(labels) & labels["follow_up"].notna()].astype(
+        {"source": object, "category": object}
+    )
     labels["turns"] = labels["temperature"].map(turns_of)
     counts = pd.crosstab([labels["turns"], labels["source"]], labels["category"], normalize="index")
     counts = counts.reindex(columns=list(rubric.assessed), fill_value=0.0)

@@ -60,7 +60,7 @@ from ia_mech.cli import whole_from
 from ia_mech.errors import UserError
 from ia_mech.estimates import ALL, TidyEstimate, holm_corrected
 from ia_mech.results import Table
-from ia_mech.run import Run
+from ia_mech.run import Run, labels
 from ia_mech.run.queries import Query
 from ia_mech.steering import ADD, TURN, SteeringVector
 
@@ -73,7 +73,7 @@ DOSE = 0.5  # length of a vector, in norms of the state that it is added to
 TOKENS = 48  # of a turn that count
 UNIT = -1  # of the layer, where nothing is steered
 FILE = "vector.safetensors"
-KEY = ["run", "context_id", "temperature", "sample"]  # of a turn
+KEY = ["run", *labels.KEY]  # of a turn
 
 
 def parts_of(queries: Sequence[Query], seed: int) -> dict[str, int]:

@@ -42,6 +42,7 @@ from ia_mech.cli import above_zero, path_of
 from ia_mech.errors import UserError
 from ia_mech.estimates import Group, TidyEstimate, all_datasets, by_dataset, p_value, paired_row
 from ia_mech.results import Table
+from ia_mech.run import labels
 from ia_mech.run.queries import Query
 from ia_mech.stats import Estimate, permutation_p
 from ia_mech.steering import ADD, TURN, SteeringVector
@@ -60,7 +61,7 @@ PERMUTED, RANDOM = "probes of permuted labels", "random directions"
 UNFITTED = "Fitted directions favour axes of low variance, these don't: p may be too small. "
 KL, ODDS = "KL at the header", "log-odds, change"
 BEYOND, RANK = "log-odds, change beyond other directions'", "share of other directions that reach"
-KEY = ["run", "context_id", "temperature", "sample"]  # of a turn
+KEY = ["run", *labels.KEY]  # of a turn
 FILE = "vector.safetensors"
 
 

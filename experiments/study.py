@@ -92,6 +92,7 @@ from ia_mech.results import (
     write,
 )
 from ia_mech.run import Run
+from ia_mech.run.labels import KEY
 
 NAME = "study"
 QUESTION = "How much do user turns depend on the response, and through which states?"
@@ -103,7 +104,7 @@ PROBED = 40  # queries below which probes aren't tried: they need 20 sources of 
 BAD_INPUT = 2  # the exit status where a stage lacks what it needs
 TYPICAL = 120  # tokens of a query with its template, for the plan
 WHERE = ("interchange", "learned-vector")  # folders of the stages of --where
-TURN = ("context_id", "temperature", "sample")  # what names a turn
+
 OPTIONS = {"level": 0.95, "resamples": 2000, "seed": 0}  # of the study's own estimates
 UNWORDED = "Turns may tell a response's content or only its wording (--wording tells them apart)."
 NO_VERDICT = f"not said whether follow-ups are latent: that takes {LEAST} queries"
@@ -297,9 +298,12 @@ def result(out: Path) -> Result:
     elicited = read(folder_of(run.path, "elicit"))
     judge = elicited.about["judge"]
     rows = pd.read_parquet(folder_of(run.path, "locate") / "rows.parquet")
-    verdicts = run.labels.judgements(judge, [*TURN, "follow_up"]).dropna()
+    verdicts = run.labels.judgements(judge, [*KEY, "follow_up"]).dropna()
+    verdicts = verdicts[run.drawn(verdicts)]
     verdicts = verdicts.astype({"context_id": object, "follow_up": float})
-    verdicts = verdicts.groupby(list(TURN))["follow_up"].mean().reset_index()
+    verdicts = (
+        verdicts.groupby(["context_id", "temperature", "sample"])["follow_up"].mean().reset_index()
+    )
     of_follow_ups = estimates_of(
         follow_up_bits(rows, verdicts, OPTIONS), Locate.columns, OPTIONS["level"]
     )

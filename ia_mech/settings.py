@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import date
+from itertools import product
 from numbers import Number
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from ia_mech.data.conversations import ConversationSource
     from ia_mech.models.load import ModelSpec
 
+ALL = "all"  # the drawn tokens of a turn
 COLDEST, HOTTEST = 1e-3, 1e3  # logits divided by less or by more leave what float32 can tell apart
 MOST = 1_000_000  # samples of a temperature, and tokens of a turn: rows are planned as lists
 Shard = tuple[int, int]  # one of the shares of a run: its number, from 1, and of how many
@@ -122,6 +124,13 @@ def _temperature(text: str) -> float:
     if value == 0:
         raise argparse.ArgumentTypeError("0 is greedy decoding, which every run has: leave it out")
     return value
+
+
+def _drawn(text: str) -> int | str:
+    try:
+        return text if text == ALL else whole_from(0)(text)
+    except argparse.ArgumentTypeError as problem:
+        raise argparse.ArgumentTypeError(f"{problem}, or: all") from None
 
 
 def _date(text: str) -> str:
@@ -291,6 +300,9 @@ class Settings:
     opening: str | None = _setting(
         None, TURNS, "TEXT", "words that every user turn is made to go on from", _opening
     )
+    drawn_tokens: tuple[int | str, ...] = _setting(
+        (ALL,), TURNS, "K", "draw a turn's first K tokens, the rest is greedy; or: all", _drawn
+    )
     seed: int = _setting(0, TURNS, "N", "of the sampling", whole_from(0))
     positions: tuple[str, ...] = _setting(
         ("all",), TURNS, "P", "where the residual stream is kept: all, header, or names"
@@ -323,6 +335,7 @@ class Settings:
                 "give each once; --samples sets how often it is sampled",
             )
         self._set("temperatures", tuple(sorted(self.temperatures)))
+        self._set("drawn_tokens", self._counts_drawn())
         if self.response_temperature is None:
             self._set("response_temperature", 1.0 if self.responses > 1 else 0.0)
         if self.writes_responses and self.response == "given":
@@ -384,9 +397,25 @@ class Settings:
                 words += [shell_word(str(each).removesuffix(".0")) for each in values]
         return " ".join([*words, "--out", shell_word(out)])
 
-    def rows(self) -> list[tuple[float, int]]:
-        """(temperature, sample) of every row of a context: greedy first, as (0.0, 0)."""
-        return [(0.0, 0), *((t, s) for t in self.temperatures for s in range(self.samples))]
+    def _counts_drawn(self) -> tuple[int | str, ...]:
+        # With none drawn it is the greedy turn, which is always there.
+        counts = [ALL if k == self.max_new_tokens else k for k in self.drawn_tokens if k]
+        if len({*counts}) < len(counts):
+            raise UserError("a number of drawn tokens is given twice", "give each once")
+        fewer = sorted(k for k in counts if isinstance(k, int))
+        if fewer and fewer[-1] > self.max_new_tokens:
+            raise UserError(
+                f"{fewer[-1]} drawn tokens, but turns have at most {self.max_new_tokens}",
+                "give fewer, or a larger --max-new-tokens",
+            )
+        return *fewer, *(k for k in counts if k == ALL)
+
+    def rows(self) -> list[tuple[float, int, int]]:
+        """(temperature, drawn tokens, sample) of every row of a context: greedy first, as
+        (0.0, 0, 0). Where all tokens are drawn, their number is ``max_new_tokens``."""
+        drawn = [self.max_new_tokens if k == ALL else int(k) for k in self.drawn_tokens]
+        each = product(self.temperatures, drawn, range(self.samples))
+        return [(0.0, 0, 0), *each]
 
     @property
     def writes_responses(self) -> bool:

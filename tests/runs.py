@@ -23,7 +23,8 @@ from ia_mech.run import Run, RunWriter, integrity, layout
 from ia_mech.settings import Settings
 
 CONTEXTS, LAYERS, WIDTH = 12, 5, 32  # layers: embeddings included
-ROWS = [(0.0, 0), (0.7, 0), (0.7, 1), (1.0, 0), (1.0, 1)]  # temperature and sample
+# Temperature, drawn tokens and sample.
+ROWS = [(0.0, 0, 0), (0.7, 6, 0), (0.7, 6, 1), (1.0, 6, 0), (1.0, 6, 1)]
 SETTINGS = Settings(
     model="planted",
     limit=CONTEXTS,
@@ -122,12 +123,13 @@ def _part(those: list[tuple[int, Conversation]]):
             | {"response_tokens": len(_ids_of(conversation.response))}
             | {"first_token_entropy": 2.0, "first_token_entropy_tempered": [1.0, 2.0]}
         )
-        for temperature, sample in ROWS:
+        for temperature, drawn, sample in ROWS:
             text = " ".join(rng.choices(_WORDS, k=6))
             ids = [*_ids_of(text), chat().closing_id]
             turns.append(
                 names
-                | {"temperature": temperature, "sample": sample, "text": text}
+                | {"temperature": temperature, "drawn_tokens": drawn, "sample": sample}
+                | {"text": text}
                 | {"finish_reason": "turn_end", "tokens": len(ids), "token_ids": ids}
                 | {"logprob_raw": -9.0, "logprob_tempered": -8.0 if temperature else None}
                 | {"logprobs_raw": [-1.5] * len(ids), "ranks": [1] * len(ids)}
@@ -258,7 +260,8 @@ def contexts_table(orders: list[int]) -> pa.Table:
 
 def generations_table(orders: list[int]) -> pa.Table:
     rows = [
-        {"order": order, "temperature": t, "sample": sample, "text": f"{order} {t} {sample}"}
+        {"order": order, "temperature": t, "drawn_tokens": 6 * (t > 0), "sample": sample}
+        | {"text": f"{order} {t} {sample}"}
         for order in orders
         for t, sample in [(1.0, 1), (0.0, 0), (1.0, 0), (0.7, 0)]
     ]

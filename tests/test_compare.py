@@ -24,6 +24,7 @@ def test_shares_are_of_the_turns_assessed_and_of_each_source_alone():
     turns = turns.assign(source=sources_of(turns), category=said, follow_up=follow_up)
     labels = SimpleNamespace(record=lambda *_: {})
     run = SimpleNamespace(labelled=lambda *_, **__: turns, labels=labels)
+    run.drawn = lambda turns: pd.Series(True, turns.index)
     found = category_shares(run, "builtin")
     shares = found.set_index(["source", "term"])["value"]
     one, two = sources_of(contexts)

@@ -3,6 +3,7 @@
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import tiny
 from contract import (
@@ -74,6 +75,25 @@ def test_one_token_and_rows_that_all_end_at_once():
         assert {(len(row.token_ids), row.finish_reason) for row in wrote} == {(1, reason)}
     assert steps == [(len(ROWS), len(ROWS), 0), (len(ROWS), len(ROWS), 8 * len(ROWS))]
     assert decode(model, groups_of(model), [], [], 5) == []
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_5"])
+def test_after_its_drawn_tokens_a_row_goes_on_greedily(architecture):
+    """It equals the whole row up to there, and then a greedy row after the same tokens."""
+    model, most = tiny.model(architecture), 7
+    whole, drawn = (
+        [Row(c, 1.3, stream_key(1, f"s{c}", 0), drawn=count(c)) for c in range(8)]
+        for count in (lambda _: None, lambda c: c)
+    )
+    rows = decode(model, groups_of(model, 3), whole, [], most)
+    wrote = decode(model, groups_of(model, 3), drawn, [], most, together=5)
+    for c, (row, one) in enumerate(zip(rows, wrote, strict=True)):
+        np.testing.assert_array_equal(one.token_ids[:c], row.token_ids[:c])
+        assert np.isnan(one.logprobs_tempered).tolist() == [step >= c for step in range(most)]
+    turns = [Turn(c, one.token_ids.tolist()) for c, one in enumerate(wrote)]
+    scored = score(model, groups_of(model, 3), turns)
+    greedy = np.concatenate([one.greedy[c:] for c, one in enumerate(scored)])
+    assert len(greedy) == 28 and (~greedy).sum() <= 1  # a near tie
 
 
 @pytest.mark.parametrize("architecture", [*tiny.FAMILIES, "gemma4"])

@@ -32,7 +32,8 @@ def run_of(
         for k in range(responses)
     ]
     turns = [
-        context | {"temperature": temperature, "sample": sample}
+        context
+        | {"temperature": temperature, "drawn_tokens": 6 * (temperature > 0), "sample": sample}
         for context in contexts
         for temperature in (0.0, 1.0)
         for sample in range(3 if temperature else 1)
@@ -141,7 +142,7 @@ def test_decoys_are_judged_among_the_turns_and_stored_apart(run, labelled):
     texts = run.generations.set_index(list(KEY))["text"]
     for item, row in zip(expected, plan.itertuples(index=False), strict=True):
         assert item.query == by_context[row.shown].query
-        assert item.turn == texts[row.context_id, row.temperature, row.sample]
+        assert item.turn == texts[tuple(row[:4])]
         assert item.response == by_context[row.shown].response
     texts_of = [(item.query, item.response, item.turn) for item, _ in judge.asked]
     assert texts_of == sorted(texts_of), "nothing but its texts decides when an item is judged"

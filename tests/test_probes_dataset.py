@@ -44,7 +44,7 @@ def plant(run: Run, say) -> Run:
     return run
 
 
-def saying(context: int, temperature: float, sample: int) -> str:
+def saying(context: int, temperature: float, sample: int, _: int) -> str:
     """Context 2 has a greedy follow-up, 5 was never assessed, even ones have some at T = 1."""
     if context == 5:
         return CANNOT_ASSESS
@@ -230,7 +230,7 @@ def test_models_of_other_sizes_are_refused(copy, other):
 
 
 def test_a_target_that_no_context_has_is_refused(copy):
-    run = copy(say=lambda context, t, sample: NEW if t else CANNOT_ASSESS)
+    run = copy(say=lambda context, t, *_: NEW if t else CANNOT_ASSESS)
     with pytest.raises(UserError, match=r"none of the 12 conversations has an outcome .* greedy"):
         read([run.path], target="greedy")
 

@@ -9,7 +9,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from runs import CONTEXTS, rehashed, rewritten, with_settings
+from runs import CONTEXTS, rehashed, rewritten, sampled, with_settings
 from shell import Outcome, call, files, refusal
 
 from experiments.compare import category_shares
@@ -23,6 +23,7 @@ from ia_mech.rates.load import read_runs
 from ia_mech.rates.result import _by_group, result
 from ia_mech.results import folder_of, read
 from ia_mech.run import Run
+from ia_mech.settings import Settings
 
 CAVEAT = "A heuristic, 0.9 of the time right"
 ABOVE = "There are turns at T = 1, above those of the built-in judge's fit."
@@ -32,7 +33,7 @@ RULES = {"identity": {"kind": "builtin"}, "caveat": CAVEAT}
 def category_of(key: tuple) -> str:
     """What the planted judge says: follow-ups are all turns at T = 1, the first at T = 0.7, no
     greedy one."""
-    _, temperature, sample = key
+    _, temperature, sample, _ = key
     if temperature == 0:
         return "repeats_query"
     return FOLLOW_UP if temperature == 1 or sample == 0 else "new_topic"
@@ -178,14 +179,14 @@ def test_responses_of_one_kind(copy, rates, tmp_path):
 
 def test_runs_of_other_seeds_are_pooled_and_greedy_turns_count_once(copy):
     """A pooled source is a source_id of a dataset; a note names what the runs differ in."""
-    longer = with_settings(seed=1, max_new_tokens=99)
+    longer = with_settings(seed=1, max_response_tokens=99)
     first, second = plant(copy("first")), rewritten(copy("second").path, "run.json", longer)
     plant(second, say=lambda key: "generic")
     judged = read_runs([first.path, second.path])
     counts = judged.turns.groupby("temperature").size()
     assert counts.to_dict() == {0.0: CONTEXTS, 0.7: 4 * CONTEXTS, 1.0: 4 * CONTEXTS}
     assert judged.turns["source"].nunique() == judged.turns["context"].nunique() == CONTEXTS
-    assert "runs that were pooled differ in max_new_tokens." in judged.notes
+    assert "runs that were pooled differ in max_response_tokens." in judged.notes
     rows = estimates(judged)
     whole = rows[rows["dataset"] == "(all)"]
     rate, reach = (whole[whole["quantity"] == name] for name in ("rate", "pass_at_k"))
@@ -283,3 +284,24 @@ def test_what_could_not_be_assessed_is_in_no_share_of_a_category(copy):
     shares = category_shares(run, "builtin")
     assert CANNOT_ASSESS not in set(shares["term"])
     assert set(shares.groupby(["turns", "source"])["value"].sum().round(9)) == {1.0}
+
+
+def test_turns_count_by_how_many_of_their_tokens_were_drawn(tiny_subject, tmp_path, capfd):
+    """By default those that were drawn as a whole; the first token is that of the whole turn."""
+    drawn = Settings(limit=6, temperatures=1, samples=2, drawn_tokens="1 all", max_new_tokens=4)
+    run = sampled(drawn, tiny_subject, tmp_path / "run")
+    turns = run.generations
+    assert turns["drawn_tokens"].tolist() == 6 * [0, 1, 1, 4, 4]
+    first = turns["token_ids"].map(lambda ids: ids[0])
+    one, whole = (first[turns["drawn_tokens"] == k].tolist() for k in (1, 4))
+    assert one == whole and {len(query.turns) for query in run.queries()} == {3}
+    assert [run.decoding(1.0, k) for k in (0, 1, 4)] == ["greedy", "T = 1, first token", "T = 1"]
+    plant(run, say=lambda key: FOLLOW_UP if key[3] == 1 else "new_topic")
+    for words, wanted in (([], 0.0), (["--drawn-tokens", "1"], 1.0)):
+        assert call(main, [str(run.path), *words], capfd).status == 0
+        name = "-".join(["rates-builtin", *words]).replace("---drawn-tokens", "-drawn")
+        found = read(folder_of(run.path, name)).estimates
+        rate = found[(found["quantity"] == "rate") & (found["temperature"] == 1)]
+        assert set(rate["value"]) == {wanted}
+    refused = refusal(call(main, [str(run.path), "--drawn-tokens", "2"], capfd))
+    assert "has no turns with 2 drawn tokens; count others: --drawn-tokens 1 or" in refused

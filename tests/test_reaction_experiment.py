@@ -172,6 +172,7 @@ def read(folder, change) -> Reaction:
     run = Run.open(folder)
     contexts, turns = change(run.contexts, run.generations)
     changed = SimpleNamespace(path=folder, contexts=contexts, generations=turns, record=run.record)
+    changed.drawn = run.drawn
     one = Reaction([changed], Reaction.build_parser().parse_args([str(folder)]), Path())
     one.read()
     return one
@@ -254,6 +255,7 @@ def test_wordings_end_say_the_same_and_do_not_copy(folder):
         perturbation="to_reword",
     )
     run = SimpleNamespace(path=folder, contexts=rows, generations=query.turns.iloc[:0])
+    run.drawn = lambda turns: turns["order"] >= 0
     found = usable_wordings(run, {query.source: 1}, [query], 2)
     assert found == {query.source: (1, good)}
     assert usable_wordings(run, {query.source: 1}, [query], 3) == {}

@@ -171,7 +171,7 @@ def test_turns_and_decoys_stand_after_what_the_judge_was_shown(run):
     own["shown"] = own["context_id"]
     verdicts = pd.concat([own, run.labels.decoys("builtin")])
     expected = {
-        (row.shown, row.temperature, visible(texts[row.context_id, row.temperature, row.sample]),
+        (row.shown, row.temperature, visible(texts[tuple(getattr(row, name) for name in KEY)]),
          row.category, row.decoy)
         for row in verdicts.itertuples()
     }  # fmt: skip

@@ -324,7 +324,12 @@ def write(planted: Planted, folder: Path, random_blocks: int | None = None) -> R
     same = ("context_id", "source_id", "dataset", "perturbation", "order", "response_unfinished")
     turns = [
         {key: row[key] for key in same}
-        | {"temperature": t, "sample": sample, "text": f"turn {row['order']} {number}"}
+        | {
+            "temperature": t,
+            "drawn_tokens": 8 * (t > 0),
+            "sample": sample,
+            "text": f"turn {row['order']} {number}",
+        }
         | {"finish_reason": "turn_end", "tokens": 4}
         for row in rows
         for number, (t, sample) in enumerate(grid)

@@ -207,9 +207,10 @@ class Computation:
                 temperature,
                 stream_key(self.settings.seed, context.conversation.source_id, sample),
                 context.at_turn,
+                drawn,
             )
             for number, context in enumerate(members)
-            for temperature, sample in grid
+            for temperature, drawn, sample in grid
         ]
         decoded = decode(
             model,

@@ -67,9 +67,9 @@ def tables(
     """
     contexts = [context_row(c, r, settings, chat) for c, r in zip(prepared, results, strict=True)]
     generations = [
-        generation_row(context, temperature, sample, row, chat)
+        generation_row(context, *place, row, chat)
         for context, result in zip(prepared, results, strict=True)
-        for (temperature, sample), row in zip(settings.rows(), result.rows, strict=True)
+        for place, row in zip(settings.rows(), result.rows, strict=True)
     ]
     logits = residuals = None
     if results:
@@ -120,16 +120,19 @@ def context_row(
 def generation_row(
     context: PreparedContext,
     temperature: float,
+    drawn: int,
     sample: int,
     row: Decoded,
     chat: ChatFormat,
 ) -> dict:
-    """One row of ``generations/``; log-probabilities of the whole turn are sums in float64."""
-    tempered = float(row.logprobs_tempered.sum(dtype=np.float64)) if temperature else None
+    """One row of ``generations/``; log-probabilities are sums in float64, tempered ones over the
+    tokens that were drawn."""
+    tempered = float(row.logprobs_tempered[:drawn].sum(dtype=np.float64)) if drawn else None
     return {
         **_key_columns(context),
         "response_unfinished": context.response_unfinished,
         "temperature": temperature,
+        "drawn_tokens": drawn,
         "sample": sample,
         "text": chat.text(row.token_ids.tolist()),
         "finish_reason": row.finish_reason,

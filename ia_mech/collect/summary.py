@@ -22,7 +22,8 @@ LISTED = 10  # skipped rows that are named
 
 
 def temperature_table(run: Run) -> Table:
-    """What was decoded at each temperature: a line each, with intervals over sources.
+    """What was decoded at each temperature, and with so many drawn tokens: a line each, with
+    intervals over sources.
 
     ``entropy`` is that of the first token. † counts turns that follow an unfinished response.
     """
@@ -30,7 +31,7 @@ def temperature_table(run: Run) -> Table:
     for name in ("T", "turns", "mean tokens", "ended by turn-end", "log p / token", "entropy"):
         table.add_column(name, justify="right", no_wrap=True)
     contexts = run.contexts
-    for temperature, rows in run.generations.groupby("temperature"):
+    for (temperature, drawn), rows in run.generations.groupby(["temperature", "drawn_tokens"]):
         sources, entropy = rows["source_id"], "–"
         if temperature:
             at = run.settings["temperatures"].index(temperature)
@@ -38,7 +39,7 @@ def temperature_table(run: Run) -> Table:
             entropy = f"{cluster_mean(values, contexts['source_id']).value:.2f}"
         ended = cluster_mean(rows["finish_reason"] == "turn_end", sources, proportion=True)
         table.add_row(
-            f"{temperature:g}" if temperature else "greedy",
+            run.decoding(temperature, drawn).removeprefix("T = "),
             _count_text(rows),
             f"{cluster_mean(rows['tokens'], sources).value:.1f}",
             ended.text(),
@@ -156,8 +157,8 @@ def print_run(run: Run, full: bool = False) -> None:
 def _what_it_is(run: Run) -> Iterator[str]:
     """Two lines on what was written and kept."""
     turns, contexts = run.generations, run.contexts
-    samples, temperatures = run.settings["samples"], run.settings["temperatures"]
-    sampled = [f"{samples} at T = {t:g}" for t in temperatures]
+    decodings = turns.groupby(["temperature", "drawn_tokens"]).groups
+    sampled = [f"{run.settings['samples']} at {run.decoding(*of)}" for of in decodings if of[1]]
     each = f"{', '.join(['1 greedy', *sampled[:-1]])}{' and ' + sampled[-1] if sampled else ''}"
     yield (
         f"{run.model['name']} wrote {len(turns)} user turns in "
@@ -174,17 +175,19 @@ def _what_it_is(run: Run) -> Iterator[str]:
 
 def _print_examples(run: Run, most: int = 3) -> None:
     """User turns chosen without looking: the i-th is the first turn of the i-th of some evenly
-    spaced contexts, at the i-th of as many evenly spaced temperatures."""
-    temperatures, count = [0.0, *run.settings["temperatures"]], min(most, len(run.contexts))
+    spaced contexts, decoded in the i-th of as many evenly spaced ways."""
+    decodings = list(run.generations.groupby(["temperature", "drawn_tokens"]).groups)
+    count = min(most, len(run.contexts))
     _print_line(f"{count} user turns (evenly spaced, not chosen)")
     for i in range(count):
         context = run.contexts.iloc[i * len(run.contexts) // count]
-        t = temperatures[i * len(temperatures) // count]
+        temperature, drawn = decodings[i * len(decodings) // count]
         turns = run.generations[run.generations["order"] == context["order"]]
         query, response = exchange(context["messages"])
         flag = " † unfinished" if context["response_unfinished"] else ""
-        text = turns.loc[turns["temperature"] == t, "text"].iloc[0]
-        _print_line(f"  {one_line(context['context_id'], 40)} · {f'T = {t:g}' if t else 'greedy'}")
+        turns = turns[(turns["temperature"] == temperature) & (turns["drawn_tokens"] == drawn)]
+        text, how = turns["text"].iloc[0], run.decoding(temperature, drawn)
+        _print_line(f"  {one_line(context['context_id'], 40)} · {how}")
         _print_line(f"    query:     {one_line(query, 90)}")
         _print_line(f"    response:  {one_line(response, 90)}{flag}")
         _print_line(f"    user turn: {one_line(text, 160)}")

@@ -29,12 +29,14 @@ class Row:
         temperature: 0 for greedy.
         stream: key of its noise, from :func:`ia_mech.engine.sampling.stream_key`; unused if greedy.
         steered: changes made at every token of the turn; position 0 stands for all of them.
+        drawn: how many of its first tokens are drawn; the rest is greedy. None for all.
     """
 
     context: int
     temperature: float
     stream: tuple[int, int]
     steered: tuple[TokenwiseIntervention, ...] = ()
+    drawn: int | None = None
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,8 @@ class Decoded:
     """What one row wrote. Arrays have one entry per token, the turn-end included if there is one.
 
     Log-probabilities in nats: ``logprobs_raw`` at T = 1, ``logprobs_tempered`` at the row's own
-    temperature (NaN for greedy). ``ranks`` count from 1; ``margins`` as in ``sampling.Draw``.
+    temperature (NaN for tokens that weren't drawn). ``ranks`` count from 1; ``margins`` as in
+    ``sampling.Draw``.
     """
 
     token_ids: np.ndarray
@@ -84,6 +87,9 @@ def decode(
     places = min(together or len(rows), len(rows))
     waiting = sorted(range(len(rows)), key=lambda row: rows[row].context)
     temperatures = torch.tensor([row.temperature for row in rows], device=device)
+    most_drawn = torch.tensor(
+        [max_new_tokens if row.drawn is None else row.drawn for row in rows], device=device
+    )
     streams = torch.tensor([row.stream for row in rows], device=device)
     firsts = torch.cat([group.logits for group in groups])
     batch: list[int] = []  # the row in each place
@@ -97,9 +103,10 @@ def decode(
             changed = True
         if changed:
             at = torch.tensor(batch, device=device)
-            temperature, stream = temperatures[at], streams[at]
+            temperature, stream, drawn = temperatures[at], streams[at], most_drawn[at]
             steps = torch.tensor(record.length[batch], device=device)[:, None]
-        draws = draw_tokens(logits, temperature, stream, steps)
+        now = torch.where(steps[:, 0] < drawn, temperature, 0.0)
+        draws = draw_tokens(logits, now, stream, steps)
         tokens = record.add(batch, draws)
         left = (max_new_tokens - record.length[batch]).tolist()
         last = {at for at, token in enumerate(tokens) if token in stops or not left[at]}

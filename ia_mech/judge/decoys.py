@@ -43,7 +43,8 @@ def draw_decoys(run: Run, per_source: int | None = None) -> pd.DataFrame:
     perturbation = turns["perturbation"].astype(object).fillna(UNPERTURBED)
     rng = np.random.default_rng(int(run.identity_digest, 16))
     decoys: list[tuple[int, str, str]] = []  # row, kind, context shown
-    strata = turns.groupby([turns["dataset"], perturbation, turns["temperature"]], observed=True)
+    by = [turns["dataset"], perturbation, turns["temperature"], turns["drawn_tokens"]]
+    strata = turns.groupby(by, observed=True)
     for _, stratum in sorted(strata.indices.items()):
         sources = turns["source_id"].iloc[stratum]
         by_source = sources.groupby(sources, observed=True).indices

@@ -226,9 +226,10 @@ def item_id(run: str, sheet: str, place: dict[str, Any]) -> str:
 
     The letter in front keeps spreadsheets from reading 12 digits, or 1234567e8901, as a number.
     """
-    context, temperature, sample = (place[column] for column in KEY)
+    context, temperature, *numbers = (place[column] for column in KEY)
     shown = str(place.get("shown", context))
-    return "t" + _hash(run, sheet, str(context), float(temperature), int(sample), shown)[:12]
+    turn = str(context), float(temperature), *map(int, numbers)
+    return "t" + _hash(run, sheet, *turn, shown)[:12]
 
 
 def _hash(*values: Any) -> str:

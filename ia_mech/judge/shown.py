@@ -17,7 +17,7 @@ class Labelled:
     """A user turn, what it followed, and what a judge says of it."""
 
     context_id: str
-    temperature: float
+    decoding: str  # ``Run.decoding``
     query: str
     response: str
     text: str
@@ -50,7 +50,7 @@ def labelled_turns(run: Run, judge: str, count: int) -> list[Labelled]:
             row, name = chosen.loc[at], turns.at[at, "context_id"]
             found[at] = Labelled(
                 name,
-                float(row["temperature"]),
+                run.decoding(row["temperature"], row["drawn_tokens"]),
                 *exchange(messages[name]),
                 turns.at[at, "text"],
                 str(row["category"]),
@@ -64,9 +64,8 @@ def labelled_turns(run: Run, judge: str, count: int) -> list[Labelled]:
 def lines_of(turns: list[Labelled], *, rationale: bool = False) -> Iterator[str]:
     """The lines that show these turns, if asked for with the judge's reasons."""
     for turn in turns:
-        temperature = f"T = {turn.temperature:g}" if turn.temperature else "greedy"
         name = one_line(turn.context_id, 40)
-        yield f"  {name} · {temperature} → {one_line(heading(turn.category), 60)}"
+        yield f"  {name} · {turn.decoding} → {one_line(heading(turn.category), 60)}"
         yield f"    query:     {one_line(turn.query, 90)}"
         yield f"    response:  {one_line(turn.response, 90)}"
         yield f"    user turn: {one_line(turn.text, 160) or '(nothing)'}"

@@ -80,6 +80,7 @@ unpacked().then((data) => {
       ["disagree", disagree], ["agree", (i) => verdicts(i).length > 1 && !disagree(i)]]);
   }
   choice("temperature", valuesOf(upwards(turns.temperature), (i) => turns.temperature[i], temperature));
+  choice("drawn tokens", valuesOf(upwards(turns.drawn), (i) => turns.drawn[i], (k) => k || "all"));
   choice("run", valuesOf(contexts.run, ofContext("run"), (k) => data.runs[k]));
   choice("dataset", valuesOf(upwards(contexts.dataset), ofContext("dataset"), (k) => data.datasets[k]));
   choice("response", valuesOf(upwards(contexts.response_index.filter((k) => k !== null)), ofContext("response_index")));
@@ -193,8 +194,10 @@ unpacked().then((data) => {
   }
 
   function columns(indices) {
-    return el("div", { class: "columns" }, ...upwards(indices.map((i) => turns.temperature[i])).map((t) =>
-      el("div", {}, el("h4", {}, temperature(t)), ...indices.filter((i) => turns.temperature[i] === t).map(turn))));
+    const drawn = (i) => (turns.drawn[i] ? `, first ${turns.drawn[i]} drawn` : "");
+    const heading = (i) => temperature(turns.temperature[i]) + drawn(i);
+    return el("div", { class: "columns" }, ...[...new Set(indices.map(heading))].map((name) =>
+      el("div", {}, el("h4", {}, name), ...indices.filter((i) => heading(i) === name).map(turn))));
   }
 
   // Turns in a fold; their elements are made when it is first opened.
@@ -307,7 +310,8 @@ unpacked().then((data) => {
       }));
       return JSON.stringify({
         run: data.runs[contexts.run[c]], dataset: data.datasets[contexts.dataset[c]],
-        context_id: contexts.id[c], temperature: turns.temperature[i], shown_after: SHOWN_AFTER[turns.decoy[i]],
+        context_id: contexts.id[c], temperature: turns.temperature[i], drawn_tokens: turns.drawn[i] || "all",
+        shown_after: SHOWN_AFTER[turns.decoy[i]],
         query: contexts.query[c], response: contexts.response[c], user_turn: turns.text[i], labels,
         log_p: turns.logprob[i], bits: bits && bits[i],
       });

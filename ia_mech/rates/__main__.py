@@ -63,6 +63,12 @@ def build_parser() -> argparse.ArgumentParser:
         help="after all (default), complete or unfinished responses",
     )
     counted.add_argument(
+        "--drawn-tokens",
+        type=whole_from(1),
+        metavar="K",
+        help="of turns whose first K tokens were drawn and no others (default: drawn as a whole)",
+    )
+    counted.add_argument(
         "--by",
         type=nonblank,
         metavar="WHAT",
@@ -106,7 +112,8 @@ def _rates(args: argparse.Namespace) -> None:
 
     solved = args.by == CORRECT
     field = None if solved else args.by
-    judged = read_runs(args.runs, args.judge, args.annotator, args.responses, field)
+    last = args.responses, field, args.drawn_tokens
+    judged = read_runs(args.runs, args.judge, args.annotator, *last)
     print(f"estimating rates of {len(judged.turns):,} turns …", file=sys.stderr, flush=True)
     from ia_mech.display import console
     from ia_mech.rates import correct, result  # which load matplotlib

@@ -68,6 +68,7 @@ class JudgedTurns:
     notes: list[str]  # what a reader has to know of how they were put together
     responses: str = EVERY  # after which the turns come
     by: str | None = None  # the field of the data whose values stand in for datasets
+    drawn_tokens: int | None = None  # of the sampled turns; None where they are drawn as a whole
     decoys: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=_DECOYS))
 
     @property
@@ -143,13 +144,15 @@ def read_runs(
     annotator: str | None = None,
     responses: str = EVERY,
     by: str | None = None,
+    drawn_tokens: int | None = None,
 ) -> JudgedTurns:
     """Read runs with their labels, and check that they can be reported together.
 
     By default with the only judge there is, and the only annotator if there is one
     (:data:`NO_ANNOTATOR`: none). ``responses`` is as for :func:`restrict_responses`. ``by`` is a
     field of the data: turns are then told apart by its values instead of by dataset. It may be
-    ``dataset`` itself.
+    ``dataset`` itself. Of sampled turns those count whose first ``drawn_tokens`` tokens were drawn
+    and no others; by default those that were drawn as a whole.
 
     Raises:
         UserError: as :func:`open_runs`; none or several judges or annotators to choose from;
@@ -165,7 +168,7 @@ def read_runs(
     decoys: list[pd.DataFrame] = []
     earlier: list[tuple[Path, pd.MultiIndex]] = []
     for run in runs:
-        own, own_decoys = _turns_and_decoys(run, judge, annotator, by)
+        own, own_decoys = _turns_and_decoys(run, judge, annotator, by, drawn_tokens)
         own[DEPENDENT] = dependent(own, runs, run)
         turns.append(_without_repeated(own, run, earlier))
         decoys.append(own_decoys)
@@ -180,7 +183,10 @@ def read_runs(
     if 0 < len(without) < len(runs):
         notes.append(f"no decoys in {', '.join(without)}: these labels have no floor.")
     some = _pooled([frame for frame in decoys if len(frame)] or decoys[:1])
-    judged = JudgedTurns(pooled, judge, record, annotator, runs, notes, by=by, decoys=some)
+    if drawn_tokens is not None:
+        notes.append(f"sampled turns are those with {drawn_tokens} drawn tokens.")
+    last = by, drawn_tokens, some
+    judged = JudgedTurns(pooled, judge, record, annotator, runs, notes, EVERY, *last)
     judged = restrict_responses(judged, responses)
     lost = judged.decoys[["follow_up", "own_follow_up"]].isna().any(axis=1)
     if not lost.any():
@@ -277,7 +283,7 @@ def _choose_annotator(runs: list[Run], annotator: str | None) -> str | None:
 
 
 def _turns_and_decoys(
-    run: Run, judge: str, annotator: str | None, by: str | None
+    run: Run, judge: str, annotator: str | None, by: str | None, drawn_tokens: int | None
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """``turns`` of :class:`JudgedTurns` but for ``dependent``, and its ``decoys``."""
     there = annotator if annotator in run.labels.annotators else None
@@ -301,7 +307,13 @@ def _turns_and_decoys(
     frame = frame.assign(decoy=decoys["decoy"].astype(object), shown_source=decoys["shown_source"])
     frame["follow_up"] = decoys["follow_up"]
     frame["own_follow_up"] = turns["follow_up"].to_numpy()[row]
-    return turns, frame
+    kept = run.drawn(turns, drawn_tokens).to_numpy()
+    sampled = (turns["temperature"] > 0).to_numpy()
+    if (sampled.any() or drawn_tokens) and not (kept & sampled).any():
+        which = "drawn as a whole" if drawn_tokens is None else f"with {drawn_tokens} drawn tokens"
+        counts = " or ".join(f"--drawn-tokens {k}" for k in run.settings["drawn_tokens"])
+        raise UserError(f"{run.path} has no turns {which}", f"count others: {counts}")
+    return turns[kept].reset_index(drop=True), frame[kept[row]].reset_index(drop=True)
 
 
 def _groups(run: Run, contexts: pd.Series, by: str) -> pd.Series:

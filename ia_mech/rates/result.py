@@ -89,6 +89,7 @@ def result_on(
     it depends on."""
     shown = "" if judged.responses == EVERY else f"-{judged.responses}"
     shown += "" if judged.by is None else f"-by-{quote(judged.by, safe='')}"
+    shown += "" if judged.drawn_tokens is None else f"-drawn-{judged.drawn_tokens}"
     labellers = judged.judge, settings.get("annotator")
     known = judged.record.get("caveat", "").rstrip(".")
     control = [gate.sentence for gate in gates]
@@ -102,7 +103,9 @@ def result_on(
             **about_runs(judged.runs, [name for name in labellers if name]),
             "judge": judged.judge,
             "gate": judged.gate.word,
-            "settings": settings | {"responses": judged.responses, "by": judged.by},
+            "settings": settings
+            | {"responses": judged.responses, "by": judged.by}
+            | {"drawn_tokens": judged.drawn_tokens},
         },
         **said,
     )

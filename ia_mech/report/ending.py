@@ -27,6 +27,7 @@ def sentence(run: Run, judge: str) -> str:
     """How many turns a judge calls follow-ups, greedy and sampled, of those that it could assess;
     turns after perturbed contexts are left out."""
     rows = run.labelled(judge, texts=False)
+    rows = rows[run.drawn(rows)]
     rows = rows[(rows["perturbation"] == UNPERTURBED) & rows["follow_up"].notna()]
     if rows.empty:
         return f"Judge {judge} could assess no turn."

@@ -61,6 +61,9 @@ GENERATIONS = pa.schema(
         *_KEYS,
         ("response_unfinished", pa.bool_()),
         ("temperature", pa.float64()),
+        # How many of the turn's first tokens are drawn at its temperature; the rest is greedy. It
+        # is 0 for a greedy turn, and ``max_new_tokens`` for one that is drawn as a whole.
+        ("drawn_tokens", pa.int32()),
         ("sample", pa.int32()),
         ("text", pa.string()),
         ("finish_reason", pa.string()),
@@ -77,10 +80,16 @@ GENERATIONS = pa.schema(
 
 # The columns of ``Run.turns``, which identify a turn. NAMES are texts that many turns share.
 NAMES = ("context_id", "source_id", "dataset", "perturbation")
-PLACE = ("order", "response_index", "response_unfinished", "temperature", "sample")
+PLACE = ("order", "response_index", "response_unfinished")
+PLACE += ("temperature", "drawn_tokens", "sample")
 UNFINISHED = ("length", "thought")  # the ``response_finish_reason`` of unfinished responses
 UNPERTURBED = "none"  # the perturbation of a conversation as it is
-TURN_KEYS = ("order", "temperature", "sample")  # generations are sorted by these columns
+TURN_KEYS = (
+    "order",
+    "temperature",
+    "drawn_tokens",
+    "sample",
+)  # generations are sorted by these columns
 
 
 def message_columns(message: dict[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,8 @@ class RunTables(Protocol):
     @property
     def generations(self) -> pd.DataFrame: ...
 
+    def drawn(self, turns: pd.DataFrame) -> pd.Series: ...
+
 
 @dataclass(frozen=True, eq=False)
 class Query:
@@ -36,8 +38,8 @@ class Query:
         dataset: the dataset of the query.
         contexts: a row per response, indexed from 0, with the columns of ``Run.contexts``, and
             ``run``, the folder it is from.
-        turns: a row per turn, with the columns of ``Run.generations``, and ``followed``, the index
-            of the response that it followed.
+        turns: a row per turn, greedy or drawn as a whole, with the columns of ``Run.generations``,
+            and ``followed``, the index of the response that it followed.
     """
 
     source: str
@@ -116,7 +118,9 @@ def queries_of(runs: Sequence[RunTables], kind: str = UNPERTURBED) -> list[Query
             f"context {contexts.loc[twice, 'context_id'].iloc[0]} is in two runs",
             "give one of them",
         )
-    turns = pd.concat([_keyed(run, run.generations) for run in runs], ignore_index=True)
+    written = [_keyed(run, run.generations) for run in runs]
+    whole = [frame[run.drawn(frame)] for run, frame in zip(runs, written, strict=True)]
+    turns = pd.concat(whole, ignore_index=True)
     after = dict(list(turns.groupby("source", sort=False)))
     found = []
     for source, own in contexts.groupby("source", sort=False):

@@ -173,7 +173,8 @@ class Run:
 
     @cached_property
     def generations(self) -> pd.DataFrame:
-        """One row per generation: greedy (temperature 0) first, then by temperature and sample."""
+        """One row per generation: greedy (temperature 0) first, then by temperature, drawn tokens
+        and sample."""
         return self._table("generations").to_pandas()
 
     @cached_property
@@ -248,6 +249,20 @@ class Run:
             found = frame[name].cat.remove_unused_categories()
             frame[name] = found.cat.reorder_categories(sorted(found.cat.categories))
         return frame
+
+    def drawn(self, turns: pd.DataFrame, tokens: int | None = None) -> pd.Series:
+        """Of each of some turns whether it is greedy, or its first ``tokens`` tokens were drawn and
+        no others; None stands for all."""
+        wanted = self.settings["max_new_tokens"] if tokens is None else tokens
+        return turns["drawn_tokens"].isin([0, wanted])
+
+    def decoding(self, temperature: float, drawn: int) -> str:
+        """How turns were decoded: ``greedy``, ``T = 0.7``, or ``T = 0.7, first 3 tokens``."""
+        if not drawn:
+            return "greedy"
+        if drawn == self.settings["max_new_tokens"]:
+            return f"T = {temperature:g}"
+        return f"T = {temperature:g}, first {'token' if drawn == 1 else f'{drawn} tokens'}"
 
     def windows(
         self, contexts: Sequence[str] = (), turns: Sequence[str] = ()
