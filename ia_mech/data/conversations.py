@@ -16,7 +16,7 @@ from typing import Any
 from ia_mech.cli import did_you_mean, expanded
 from ia_mech.data import files, presets
 from ia_mech.data.files import Rows
-from ia_mech.data.formats import CORRECT, ColumnMap, parse
+from ia_mech.data.formats import CORRECT, ColumnMap, bare, parse
 from ia_mech.data.messages import Message
 from ia_mech.data.values import DEPTH, from_json, json_type, list_of
 from ia_mech.errors import UserError
@@ -231,7 +231,7 @@ class ConversationSource:
                 self.rest = next(rows, None) is not None
                 break
         for name in self.columns.metadata:
-            if name not in names:
+            if bare(name) not in map(bare, names):
                 raise UserError(
                     f"no column {name!r} in the {used} rows of {self.name} that were read"
                     f"{did_you_mean(name, names)}",
