@@ -295,6 +295,8 @@ def test_a_dry_run_writes_nothing_and_bad_input_is_refused(perturb, plain, folde
     planned = perturb(plain.path, *out, "--dry-run", "--queries", "3")
     assert planned.status == 0 and " conversations to sample 4 turns after each" in planned.out
     assert re.search(r"too few queries +3; after the correction for 16 comparisons", planned.out)
+    swapped = perturb(plain.path, *out, "--dry-run", "--queries", "2", "--conditions", "swap")
+    assert "2 conversations to sample" in swapped.out  # donors are of the whole run
     assert not (tmp_path / "out").exists()
     holds = "holds other conversations, or other conditions, than these; give another --out"
     file = folder / "conditions" / "conversations.jsonl"

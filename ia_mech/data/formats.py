@@ -621,7 +621,7 @@ def _spellings(
                 raise UserError(
                     f"{place}: the columns {' and '.join(map(repr, alike))} have the same name but "
                     "for case, blanks, hyphens and underscores",
-                    f"rename one, or name the one to read: --query-column {shell_word(alike[0])}, …",
+                    "rename one, or say which is read, with a flag such as --query-column",
                 )
     return {usual: own for usual, (own,) in found.items() if own != usual}
 
