@@ -47,7 +47,6 @@ from ia_mech.estimates import (
     all_datasets,
     by_dataset,
     holm_corrected,
-    queries_needed,
     shown_changes,
 )
 from ia_mech.judge.judging import ON_UNPERTURBED
@@ -235,15 +234,9 @@ class Perturbations(Experiment):
     def arms(self) -> Mapping[str, Arm]:
         return {"conditions": Arm(self.changed_conversations, self.decoding)}
 
-    def plan(self) -> dict[str, str]:
-        lines = super().plan()
-        tests = len(self.args.conditions) * (1 + len(self.decoding["temperatures"]))
-        if len(self.queries) < (needed := queries_needed(tests)):
-            lines["too few queries"] = (
-                f"{len(self.queries)}; after the correction for {tests} comparisons, any change of "
-                f"the follow-up rate takes at least {needed} to be shown"
-            )
-        return lines
+    @property
+    def comparisons(self) -> int:
+        return len(self.args.conditions) * (1 + len(self.decoding["temperatures"]))
 
     # -- read -------------------------------------------------------------------------------------
 
@@ -405,20 +398,20 @@ class Perturbations(Experiment):
             said.append("The follow-up rate is not shown to change.")
         if of_bits := out_of_reach("likelihood of real follow-ups", bits):
             said.append(of_bits)
-        control = f"{self.gate.short}."
+        control = ""
         bare = rates[rates["condition"] == HEADER_ONLY]
         if len(bare) and few:
-            control += (
-                " So few queries can't show either that turns which were written without any "
-                "conversation are follow-ups less often."
+            control = (
+                f"With {most} queries it can't be shown either that turns which were written "
+                "without any conversation are follow-ups less often. "
             )
         elif len(bare):
             how = shown_changes(
                 bare, "are follow-ups less often by", "are follow-ups more often by"
             )
             how = how or "are not shown to be follow-ups less often"
-            control += f" Turns that were written without any conversation {how}."
-        return Conclusion(" ".join(said) or nothing, control)
+            control = f"Turns that were written without any conversation {how}. "
+        return Conclusion(" ".join(said) or nothing, f"{control}{self.gate.short}.")
 
 
 main = Perturbations.main

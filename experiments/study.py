@@ -58,7 +58,7 @@ from experiments.locate import (
     follow_up_bits,
     strongest_windows,
 )
-from experiments.tables import estimates_of, headline, print_plan
+from experiments.tables import estimates_of, headline, print_plan, too_few
 from ia_mech.cli import (
     Parser,
     add_workers,
@@ -322,11 +322,12 @@ def result(out: Path) -> Result:
         f"The best other way of asking for a turn adds {elicit(GAP, BEST)}.{biased(run)}",
     ]
     wording = folder_of(run.path, "reaction")
+    of_judge, *more = sentences_of(rates.control)
     control = [
         "Bits and ways of asking are compared with other responses to the same query, latent "
-        "follow-ups with wrong conversations.",
+        f"follow-ups with wrong conversations; {of_judge[:1].lower()}{of_judge[1:]}",
         read(wording).control if kind_of(wording) else UNWORDED,
-        rates.control,
+        *more,
     ]
     return Result(
         name=NAME,
@@ -482,6 +483,8 @@ def _run_stages(args: argparse.Namespace) -> int | None:
         if args.dry_run:
             _print_plan(args, read, written)
             return None
+    if few := too_few(args.queries):
+        print(f"note: too few queries: {few}", file=sys.stderr)
     if args.queries < LEAST:
         print(f"note: {NO_VERDICT}", file=sys.stderr)
     for number, stage in enumerate(todo := stages(args), start=1):
@@ -518,6 +521,8 @@ def _print_plan(args: argparse.Namespace, read: float, write: float) -> None:
         )
     if args.queries < PROBED:
         lines["probes"] = f"left out: they need {PROBED} queries"
+    if few := too_few(args.queries):
+        lines["too few queries"] = few
     if args.queries < LEAST:
         lines["latent follow-ups"] = NO_VERDICT
     lines["all"] = f"{duration(total)}, to {args.out}"
