@@ -130,7 +130,7 @@ def test_everything_is_written_into_the_first_run_and_printed(copied, count):
     made["labels"] = {run.identity_digest: run.labels.digest(["me"])}
     assert found.about == made
     assert found.question == "How many contexts are there?"
-    assert found.control == f"{GATE.sentence}."
+    assert found.control == f"{GATE.short}."
     assert pd.read_parquet(folder / "more.parquet")["run"].tolist() == [run.name]
     # The same command over its own files, with flags that change no number and with one that does.
     outcome = count(run.path, "--full", "--threads", 1)

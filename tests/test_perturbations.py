@@ -244,7 +244,7 @@ def test_the_second_time_nothing_is_sampled_and_no_model_is_loaded(
     )
     assert "\nControl: " in outcome.out
     assert outcome.out.count("80 of 100 repetitions") == 2  # of tables
-    assert "So few queries can't show either that turns" in outcome.out
+    assert "With 9 queries it can't be shown either that turns" in outcome.out
     for named in ("no response (remove)", "first half of the response (truncate)"):
         assert f" {named} " in outcome.out
 
