@@ -17,7 +17,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from ia_mech.chat.template import PINNED_DATE
-from ia_mech.cli import did_you_mean, nonblank, one_line, program, shell_word, utf8, whole_from
+from ia_mech.cli import (
+    did_you_mean,
+    expanded,
+    nonblank,
+    one_line,
+    program,
+    shell_word,
+    utf8,
+    whole_from,
+)
 from ia_mech.data.formats import CUTS, FORMATS, ColumnMap
 from ia_mech.errors import UserError
 from ia_mech.models import embedded
@@ -392,6 +401,11 @@ class Settings:
     def writes_responses(self) -> bool:
         """Whether settings say how the model is to write responses."""
         return self.responses > 1 or self.response_temperature != 0
+
+    @property
+    def local_model(self) -> bool:
+        """Whether the model is a folder or a file of this machine."""
+        return expanded(self.model).exists()
 
     @property
     def columns(self) -> ColumnMap:

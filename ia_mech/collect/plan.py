@@ -112,7 +112,7 @@ class Plan:
         self.parts = plan_parts(self.settings, self.device.type, written)
         self.identity = self._identity()
         if (out / layout.RUN).is_file():
-            refuse_another(out, Run(out).record, self.record, flag_of)
+            refuse_another(out, Run(out).record, self.record, flag_of, settings.local_model)
 
     def render(self, conversation: Conversation) -> Rendered:
         """A conversation's context, and its real follow-up.
