@@ -367,7 +367,7 @@ def _bits_table(located: pd.DataFrame) -> Table:
 # -- the command -----------------------------------------------------------------------------------
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     parser = Parser(
         prog="ia-mech study",
         usage="%(prog)s MODEL [options]",
@@ -542,9 +542,12 @@ def study(model: str, **options: Any) -> Result:
     Raises:
         UserError: a stage can't be done; it has said why.
     """
-    from ia_mech.settings import dataset_of
+    from ia_mech.settings import dataset_of, parameters_named
 
-    words = [model]
+    parser, words = build_parser(), [model]
+    known = {one.dest: None if one.nargs == 0 else one.type or str for one in parser._actions[1:]}
+    if unknown := [name for name in options if name not in known]:
+        raise TypeError(f"there is no option {unknown[0]!r}; there are {', '.join(known)}")
     for name, value in options.items():
         value = dataset_of(value) if name == "dataset" else value
         flag = f"--{name.replace('_', '-')}"
@@ -552,8 +555,10 @@ def study(model: str, **options: Any) -> Result:
             words.append(flag)
         elif value is not None and value is not False:
             words += [flag, *map(str, value if isinstance(value, list | tuple) else [value])]
-    args = with_defaults(build_parser().parse_args(words))
-    if status := _study(args):
+    with parameters_named(known, "ia-mech study"):
+        args = with_defaults(parser.read(words))
+        status = _study(args)
+    if status:
         raise UserError(f"the study ended with status {status}", "see what its last stage said")
     return read(folder_of(args.out / "run", NAME))
 

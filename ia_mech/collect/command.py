@@ -28,6 +28,7 @@ from ia_mech.settings import (
     Shard,
     default_text,
     flag_of,
+    parameters_named,
     parse_value,
 )
 
@@ -168,6 +169,7 @@ def _planned(settings: Settings, out: Path, progress: Progress) -> "Plan":
     return Plan(settings, out, source=source)
 
 
+@parameters_named()
 def sample(
     out: str | Path | None = None,
     *,

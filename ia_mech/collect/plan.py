@@ -204,7 +204,7 @@ class Plan:
             raise UserError(
                 "every conversation has a response: --responses and --response-temperature do "
                 "nothing",
-                "use --response generate, which replaces them, or leave the two flags out",
+                "use --response generate, which replaces them, or leave the two out",
             )
 
     def _identity(self) -> dict:
