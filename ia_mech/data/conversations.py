@@ -25,7 +25,8 @@ from ia_mech.untrusted import parse_json
 
 BUILTIN = ("maths", "instructions", "open")
 STUDY = "study"  # the queries of a study, without responses
-_PARTS = {"builtin": BUILTIN} | {f"builtin:{name}": (name,) for name in (*BUILTIN, STUDY)}
+SIBLINGS = "siblings"  # four responses to each query, written by the embedded model
+_PARTS = {"builtin": BUILTIN} | {f"builtin:{name}": (name,) for name in (*BUILTIN, SIBLINGS, STUDY)}
 UNPERTURBED_RESPONSE = "unperturbed_response"  # in the metadata of a perturbed conversation
 USER_HEADER = "user"
 HEADERS = (USER_HEADER, "alone", "assistant", "no_turn_end", "no_turn_separator")
@@ -290,8 +291,8 @@ def open_conversations(
 
     Args:
         dataset: ``builtin`` (three parts in turn), ``builtin:maths|instructions|open``,
-            ``builtin:study``, a file or a folder of files (``files``), a preset's name, or a hub
-            id ``org/name`` (streamed).
+            ``builtin:siblings``, ``builtin:study``, a file or a folder of files (``files``), a
+            preset's name, or a hub id ``org/name`` (streamed).
         limit: at most so many rows; None for all.
         columns: what the columns are called, where they can't be recognised.
         split, subset, revision: of a hub dataset; a preset has defaults.
