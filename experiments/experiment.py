@@ -362,7 +362,7 @@ class Experiment(ABC):
         return sentence_of(words, rows, digits, null=0.0, level=self.args.level, most=most)
 
     @property
-    def comparisons(self) -> int:
+    def tests_made(self) -> int:
         """How many tests are corrected together, as far as that is known before."""
         return 1
 
@@ -373,7 +373,7 @@ class Experiment(ABC):
             count = len(self.queries)
         else:
             count = len({source for run in self.runs for source in sources_of(run.contexts)})
-        return too_few(min(count, getattr(self.args, "queries", None) or count), self.comparisons)
+        return too_few(min(count, getattr(self.args, "queries", None) or count), self.tests_made)
 
     @property
     def beside(self) -> Path:

@@ -235,7 +235,7 @@ class Perturbations(Experiment):
         return {"conditions": Arm(self.changed_conversations, self.decoding)}
 
     @property
-    def comparisons(self) -> int:
+    def tests_made(self) -> int:
         return len(self.args.conditions) * (1 + len(self.decoding["temperatures"]))
 
     # -- read -------------------------------------------------------------------------------------
