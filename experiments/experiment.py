@@ -39,7 +39,7 @@ from filelock import FileLock, Timeout
 from experiments.arms import CHAT, DECODING, Arm, judge_alike, sample_arm, verdicts_of
 from experiments.figures import Drawing
 from experiments.parts import keep, kept
-from experiments.tables import estimates_of, headline, print_plan, sentence_of
+from experiments.tables import estimates_of, headline, print_plan, sentence_of, too_few
 from ia_mech.cli import (
     RUN,
     Parser,
@@ -75,7 +75,7 @@ from ia_mech.results import (
 from ia_mech.run import Run
 from ia_mech.run.layout import UNPERTURBED
 from ia_mech.run.queries import Query, queries_of, subsample
-from ia_mech.run.sources import split_source
+from ia_mech.run.sources import sources_of, split_source
 from ia_mech.settings import Settings
 
 if TYPE_CHECKING:  # these load torch, for which --help doesn't wait
@@ -362,6 +362,20 @@ class Experiment(ABC):
         return sentence_of(words, rows, digits, null=0.0, level=self.args.level, most=most)
 
     @property
+    def tests_made(self) -> int:
+        """How many tests are corrected together, as far as that is known before."""
+        return 1
+
+    @property
+    def too_few(self) -> str:
+        """A warning if there are too few queries to show anything; else an empty text."""
+        if self.siblings and not self.several_models:
+            count = len(self.queries)
+        else:
+            count = len({source for run in self.runs for source in sources_of(run.contexts)})
+        return too_few(min(count, getattr(self.args, "queries", None) or count), self.tests_made)
+
+    @property
     def beside(self) -> Path:
         """Where new turns are kept: ``<first run>-<name>`` beside the first run."""
         first = self.runs[0].path.resolve()
@@ -549,6 +563,8 @@ class Experiment(ABC):
             plan = one.plan()
             print_plan(plan | ({"to know": " ".join(one.notes)} if one.notes else {}))
             return
+        if one.too_few:
+            print(f"note: too few queries: {one.too_few}", file=sys.stderr, flush=True)
         with only_writer(one.folder):
             result = with_style(one.result)()
             known = kind_of(one.folder)
@@ -598,6 +614,8 @@ class Experiment(ABC):
         if to_sample or (todo and self.loads):
             lines |= self._costs(to_sample, tokens, todo)
         lines = lines or {"to compute": "nothing: the runs hold all that is read"}
+        if self.too_few:
+            lines["too few queries"] = self.too_few
         lines["numbers"] = f"go to {shell_word(self.folder)}"
         return lines | ({"new turns": f"go to {shell_word(self.beside)}"} if arms else {})
 

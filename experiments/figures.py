@@ -7,8 +7,9 @@ import numpy as np
 import pandas as pd
 
 from ia_mech.display import by_colour, draw_line, draw_points, list_names, new_axes
-from ia_mech.estimates import ALL
-from ia_mech.results import LEAST_SHOWN, label_of
+from ia_mech.estimates import ALL, with_shown_intervals
+from ia_mech.results import label_of
+from ia_mech.stats import LEAST_SHOWN
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -44,7 +45,7 @@ class Lines:
 
     def draw(self) -> "Figure":
         figure, axes = new_axes(self.title, self.x, self.y)
-        shown = _as_in_tables(self.rows)
+        shown = with_shown_intervals(self.rows)
         each = [] if self.by != "dataset" else [*set(shown["dataset"]) - {ALL, FLOOR}]
         crowded = len(each) > 2
         if crowded:
@@ -97,7 +98,7 @@ class Bars:
     def draw(self) -> "Figure":
         told = [name for name in (self.by, "temperature") if name in self.rows]
         told = [one for one in told if one != self.names and self.rows[one].nunique(False) > 1]
-        rows = _as_in_tables(self.rows).assign(
+        rows = with_shown_intervals(self.rows).assign(
             line=_labels(self.rows, [self.names]), colour=_labels(self.rows, told)
         )
         lines, colours = _values(rows["line"]), _values(rows["colour"])
@@ -169,14 +170,6 @@ def _label(value: Any, column: str) -> str:
 def _labels(rows: pd.DataFrame, columns: list[str]) -> list[str]:
     """``[rows]``: each row's label, made from its values in these columns."""
     return [", ".join(_label(row[name], name) for name in columns) for _, row in rows.iterrows()]
-
-
-def _as_in_tables(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows without the intervals that :func:`ia_mech.results.cell_of` doesn't show either."""
-    if "sources" not in rows:
-        return rows
-    few = rows["sources"] < LEAST_SHOWN
-    return rows.assign(low=rows["low"].mask(few), high=rows["high"].mask(few))
 
 
 def _lacking(rows: pd.DataFrame, what: str) -> str:

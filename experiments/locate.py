@@ -621,7 +621,7 @@ class Locate(Experiment):
             )
         control = (
             "Each number compares a response with two others to the same query, whose states are "
-            "put in the same way. Keys and values of the query, whose tokens are the same in all "
+            "put in the same way; keys and values of the query, whose tokens are the same in all "
             f"contexts, are enough for {lookup(BITS, QUERY)}."
         )
         return Conclusion(" ".join(said), control)

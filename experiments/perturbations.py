@@ -47,14 +47,13 @@ from ia_mech.estimates import (
     all_datasets,
     by_dataset,
     holm_corrected,
-    queries_needed,
     shown_changes,
 )
 from ia_mech.judge.judging import ON_UNPERTURBED
 from ia_mech.rates.compute import differences, rates
 from ia_mech.results import Table
 from ia_mech.run import Run
-from ia_mech.run.queries import unfinished_text
+from ia_mech.run.queries import Query, queries_of, unfinished_text
 from ia_mech.run.sources import sources_of
 
 REMOVE, SWAP, SHUFFLE, CONTRADICT = "remove", "swap", "shuffle", "contradict"
@@ -142,6 +141,12 @@ def apply_condition(
     )
 
 
+def first_complete(queries: Sequence[Query]) -> pd.DataFrame:
+    """A row of ``Query.contexts`` per query: that of its first complete response, if any."""
+    rows = [query.contexts.iloc[[int(np.argmax(query.complete))]] for query in queries]
+    return pd.concat(rows, ignore_index=True)
+
+
 # -- the experiment --------------------------------------------------------------------------------
 
 
@@ -176,21 +181,22 @@ class Perturbations(Experiment):
     @cached_property
     def base(self) -> pd.DataFrame:
         """A row of ``Query.contexts`` per query: that of its first complete response, if any."""
-        chosen = [int(np.argmax(query.complete)) for query in self.queries]
-        rows = [query.contexts.iloc[[k]] for query, k in zip(self.queries, chosen, strict=True)]
-        return pd.concat(rows, ignore_index=True)
+        return first_complete(self.queries)
 
     @cached_property
     def changed_conversations(self) -> list[Conversation]:
         """Every conversation under every condition that changes it and can be made of it."""
-        own, made = conversations_of(self.base), []
-        ids = (self.chat.tokenizer(one.response or "", add_special_tokens=False) for one in own)
+        # Responses to put in another's place are drawn from all queries of the runs.
+        those, made = conversations_of(first_complete(queries_of(self.runs))), []
+        ids = (self.chat.tokenizer(one.response or "", add_special_tokens=False) for one in those)
         tokens = [len(one["input_ids"]) for one in ids]
+        used = {*zip(self.base["dataset"], self.base["context_id"], strict=True)}
+        own = [order for order, one in enumerate(those) if (one.dataset, one.id) in used]
         for name in self.args.conditions:
             left_out: dict[str, int] = {}
-            for order in range(len(own)):
+            for order in own:
                 try:
-                    made.append(self._changed(own, order, name, tokens))
+                    made.append(self._changed(those, order, name, tokens))
                 except UserError as error:
                     left_out[error.problem] = left_out.get(error.problem, 0) + 1
             if left_out:
@@ -202,7 +208,7 @@ class Perturbations(Experiment):
         return made
 
     def _changed(
-        self, own: Sequence[Conversation], order: int, name: str, tokens: Sequence[int]
+        self, those: Sequence[Conversation], order: int, name: str, tokens: Sequence[int]
     ) -> Conversation:
         """A conversation under a condition; UserError if it can't be made, or is too long."""
         from ia_mech.chat.headers import context_and_real_follow_up
@@ -210,12 +216,13 @@ class Perturbations(Experiment):
         from ia_mech.models.load import context_limit
 
         settings = self.runs[0].settings
-        key = stream_key(settings["seed"], own[order].id, STREAM - list(CONDITIONS).index(name))
+        key = stream_key(settings["seed"], those[order].id, STREAM - list(CONDITIONS).index(name))
         rng = np.random.default_rng(list(key))
-        swap = other_response(own, tokens, order, rng) if name == SWAP else ""
+        swap = other_response(those, tokens, order, rng) if name == SWAP else ""
         if swap is None:
-            raise UserError("whose dataset has no other response", "")
-        changed = apply_condition(own[order], name, rng, swap)
+            few = "the runs have no other response to another query"
+            raise UserError(f"of whose dataset {few}", "")
+        changed = apply_condition(those[order], name, rng, swap)
         if changed is None:
             raise UserError("that the change leaves as it is", "")
         context, turn = context_and_real_follow_up(self.chat, changed)
@@ -227,15 +234,9 @@ class Perturbations(Experiment):
     def arms(self) -> Mapping[str, Arm]:
         return {"conditions": Arm(self.changed_conversations, self.decoding)}
 
-    def plan(self) -> dict[str, str]:
-        lines = super().plan()
-        tests = len(self.args.conditions) * (1 + len(self.decoding["temperatures"]))
-        if len(self.queries) < (needed := queries_needed(tests)):
-            lines["too few queries"] = (
-                f"{len(self.queries)}; after the correction for {tests} comparisons, any change of "
-                f"the follow-up rate takes at least {needed} to be shown"
-            )
-        return lines
+    @property
+    def tests_made(self) -> int:
+        return len(self.args.conditions) * (1 + len(self.decoding["temperatures"]))
 
     # -- read -------------------------------------------------------------------------------------
 
@@ -397,20 +398,20 @@ class Perturbations(Experiment):
             said.append("The follow-up rate is not shown to change.")
         if of_bits := out_of_reach("likelihood of real follow-ups", bits):
             said.append(of_bits)
-        control = f"{self.gate.short}."
+        control = ""
         bare = rates[rates["condition"] == HEADER_ONLY]
         if len(bare) and few:
-            control += (
-                " So few queries can't show either that turns which were written without any "
-                "conversation are follow-ups less often."
+            control = (
+                f"With {most} queries it can't be shown either that turns which were written "
+                "without any conversation are follow-ups less often. "
             )
         elif len(bare):
             how = shown_changes(
                 bare, "are follow-ups less often by", "are follow-ups more often by"
             )
             how = how or "are not shown to be follow-ups less often"
-            control += f" Turns that were written without any conversation {how}."
-        return Conclusion(" ".join(said) or nothing, control)
+            control = f"Turns that were written without any conversation {how}. "
+        return Conclusion(" ".join(said) or nothing, f"{control}{self.gate.short}.")
 
 
 main = Perturbations.main

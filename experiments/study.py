@@ -58,7 +58,7 @@ from experiments.locate import (
     follow_up_bits,
     strongest_windows,
 )
-from experiments.tables import estimates_of, headline, print_plan
+from experiments.tables import estimates_of, headline, print_plan, too_few
 from ia_mech.cli import (
     Parser,
     add_workers,
@@ -326,11 +326,12 @@ def result(out: Path) -> Result:
         f"The best other way of asking for a turn adds {elicit(GAP, BEST)}.{biased(run)}",
     ]
     wording = folder_of(run.path, "reaction")
+    of_judge, *more = sentences_of(rates.control)
     control = [
         "Bits and ways of asking are compared with other responses to the same query, latent "
-        "follow-ups with wrong conversations.",
+        f"follow-ups with wrong conversations; {of_judge[:1].lower()}{of_judge[1:]}",
         read(wording).control if kind_of(wording) else UNWORDED,
-        rates.control,
+        *more,
     ]
     return Result(
         name=NAME,
@@ -370,7 +371,7 @@ def _bits_table(located: pd.DataFrame) -> Table:
 # -- the command -----------------------------------------------------------------------------------
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     parser = Parser(
         prog="ia-mech study",
         usage="%(prog)s MODEL [options]",
@@ -486,6 +487,8 @@ def _run_stages(args: argparse.Namespace) -> int | None:
         if args.dry_run:
             _print_plan(args, read, written)
             return None
+    if few := too_few(args.queries):
+        print(f"note: too few queries: {few}", file=sys.stderr)
     if args.queries < LEAST:
         print(f"note: {NO_VERDICT}", file=sys.stderr)
     for number, stage in enumerate(todo := stages(args), start=1):
@@ -522,6 +525,8 @@ def _print_plan(args: argparse.Namespace, read: float, write: float) -> None:
         )
     if args.queries < PROBED:
         lines["probes"] = f"left out: they need {PROBED} queries"
+    if few := too_few(args.queries):
+        lines["too few queries"] = few
     if args.queries < LEAST:
         lines["latent follow-ups"] = NO_VERDICT
     lines["all"] = f"{duration(total)}, to {args.out}"
@@ -541,9 +546,12 @@ def study(model: str, **options: Any) -> Result:
     Raises:
         UserError: a stage can't be done; it has said why.
     """
-    from ia_mech.settings import dataset_of
+    from ia_mech.settings import dataset_of, parameters_named
 
-    words = [model]
+    parser, words = build_parser(), [model]
+    known = {one.dest: None if one.nargs == 0 else one.type or str for one in parser._actions[1:]}
+    if unknown := [name for name in options if name not in known]:
+        raise TypeError(f"there is no option {unknown[0]!r}; there are {', '.join(known)}")
     for name, value in options.items():
         value = dataset_of(value) if name == "dataset" else value
         flag = f"--{name.replace('_', '-')}"
@@ -551,8 +559,10 @@ def study(model: str, **options: Any) -> Result:
             words.append(flag)
         elif value is not None and value is not False:
             words += [flag, *map(str, value if isinstance(value, list | tuple) else [value])]
-    args = with_defaults(build_parser().parse_args(words))
-    if status := _study(args):
+    with parameters_named(known, "ia-mech study"):
+        args = with_defaults(parser.read(words))
+        status = _study(args)
+    if status:
         raise UserError(f"the study ended with status {status}", "see what its last stage said")
     return read(folder_of(args.out / "run", NAME))
 

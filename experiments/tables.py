@@ -14,11 +14,12 @@ from ia_mech.estimates import (
     TidyEstimate,
     all_datasets,
     could_show,
+    estimate_of,
     frame_of,
     queries_needed,
     smallest_effect,
 )
-from ia_mech.results import LEAST_SHOWN, Table, cell_of, table_of
+from ia_mech.results import Table, cell_of, table_of
 
 LEAST = queries_needed()  # the fewest queries that can show anything
 DETECTABLE = (
@@ -43,6 +44,16 @@ def headline(sentence: str, found: pd.DataFrame) -> str:
     most = int(found["sources"].max()) if len(found) else 0
     few = f"Too few queries ({most}) to show anything. " if most < LEAST else ""
     return few + sentence
+
+
+def too_few(queries: int, comparisons: int = 1) -> str:
+    """A warning before anything is computed, where so few queries can't show any of so many
+    comparisons, which are Holm-corrected together; else an empty text."""
+    needed = queries_needed(comparisons)
+    if queries >= needed:
+        return ""
+    after = f" after the correction for {comparisons} comparisons" if comparisons > 1 else ""
+    return f"{queries}; to show anything{after} takes at least {needed}"
 
 
 def out_of_reach(what: str, differences: pd.DataFrame) -> str:
@@ -155,8 +166,8 @@ def sentence_of(
         if not np.isnan(t := row.get("temperature", np.nan)):
             where.append("greedy" if t == 0 else f"T = {t:g}:")
         said = cell_of(row, digits)
-        enough = row["sources"] >= LEAST_SHOWN
-        if null is not None and enough and row["low"] <= null <= row["high"]:
+        few = estimate_of(row).few
+        if null is not None and not few and row["low"] <= null <= row["high"]:
             said += (
                 f" ({could_show(row.get('detectable', smallest_effect(row, level)), digits, most)})"
             )

@@ -44,16 +44,20 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, *args: Any, **options: Any) -> Any:
         try:
-            return super().parse_args(*args, **options)
+            return self.read(*args, **options)
         except UserError as error:
             self.exit(refuse(str(error)))
+
+    def read(self, *args: Any, **options: Any) -> Any:
+        """What :meth:`parse_args` gives, for Python: it raises UserError and never exits."""
+        return super().parse_args(*args, **options)
 
     def error(self, message: str) -> NoReturn:
         message = " ".join(message.split())
         for word in message.split():
             if word.startswith("--") and message.startswith("unrecognized"):
                 message += did_you_mean(word.partition("=")[0], self._option_string_actions)
-        self.exit(2, f"error: {message}; see {self.prog} --help\n")
+        raise UserError(message, f"see {self.prog} --help")
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         try:

@@ -262,7 +262,10 @@ def _link(axes: Axes, across: Any, up: Any, rows: pd.DataFrame) -> None:
     """Lay an invisible scatter over points: in an SVG each of its points can have a link."""
     about = rows[[name for name in LINKED if name in rows]].astype(object).to_dict("records")
     ends = rows[["value", "low", "high"]].to_numpy(float)
-    said = [f"{v:.2f} [{low:.2f}, {high:.2f}]" for v, low, high in ends]
+    said = [
+        f"{v:.2f}" if math.isnan(low) else f"{v:.2f} [{low:.2f}, {high:.2f}]"
+        for v, low, high in ends
+    ]
     links = [link_of(**row, share=text) for row, text in zip(about, said, strict=True)]
     axes.scatter(across, up, color="k", alpha=0, urls=links)
 

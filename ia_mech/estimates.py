@@ -22,7 +22,14 @@ from numpy.typing import ArrayLike
 
 from ia_mech.cli import expanded
 from ia_mech.run.integrity import replace_file
-from ia_mech.stats import Estimate, cluster_bootstrap, cluster_mean, holm, paired_difference
+from ia_mech.stats import (
+    LEAST_SHOWN,
+    Estimate,
+    cluster_bootstrap,
+    cluster_mean,
+    holm,
+    paired_difference,
+)
 
 ALL = "(all)"  # the name of all datasets together
 FEW_SOURCES = 24  # the fewest sources that benchmarks/coverage.md simulates
@@ -215,6 +222,14 @@ def write_parquet(
 def estimate_of(row: Any) -> Estimate:
     """The estimate in a row of a table, whose columns are attributes."""
     return Estimate(row.value, row.low, row.high, row.sources, getattr(row, "method", ""))
+
+
+def with_shown_intervals(rows: pd.DataFrame) -> pd.DataFrame:
+    """Estimates for a figure: without the intervals that :meth:`Estimate.text` doesn't show."""
+    if "sources" not in rows:
+        return rows
+    few = rows["sources"] < LEAST_SHOWN
+    return rows.assign(low=rows["low"].mask(few), high=rows["high"].mask(few))
 
 
 def p_value(p: float) -> str:

@@ -37,6 +37,7 @@ from ia_mech.errors import UserError
 from ia_mech.estimates import estimate_of, p_value, write_parquet
 from ia_mech.run.integrity import fsync_folder, read_json
 from ia_mech.run.layout import RUN, refuse_unwritable
+from ia_mech.stats import LEAST_SHOWN
 from ia_mech.untrusted import escape_unseen, visible
 
 if TYPE_CHECKING:
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
 
 RESULT, ESTIMATES = "result.json", "estimates.parquet"
 LOCK = ".lock"  # held by the one command that writes to a folder of results
-LEAST_SHOWN = 5  # fewest queries from which an interval is shown
 SHARE = "share"  # given in place of decimals for a share of a whole that is itself noisy
 WIDEST = 1.0  # widest interval with which such a share is shown
 NOTES, NOTE_LENGTH = 2, 140  # most notes that the terminal shows by itself, and letters of one
@@ -184,10 +184,9 @@ def label_of(value: Any, column: str, pooled: str = "sampled") -> str:
 def cell_of(row: Any, digits: int | str = 2) -> str:
     """An estimate as text, with its interval and the corrected p of its test.
 
-    An estimate from fewer than :data:`LEAST_SHOWN` queries is shown without its interval: a rate as
-    a count (``3 of 8``), any other number with its count of queries. A :data:`SHARE` whose interval
-    is wider than :data:`WIDEST` is shown as ``can't be told``. An estimate from no query, such as
-    the effect that would have been shown, is a plain number; if it is infinite, ``none``.
+    Few queries give no interval (:meth:`ia_mech.stats.Estimate.text`). A :data:`SHARE` with an
+    interval wider than :data:`WIDEST` is shown as ``can't be told``. An estimate from no query,
+    such as the effect that would have been shown, is a plain number; if it is infinite, ``none``.
 
     Args:
         row: a line of a table of estimates.
@@ -200,12 +199,9 @@ def cell_of(row: Any, digits: int | str = 2) -> str:
     number = f"{row.value:{digits if isinstance(digits, str) else f'.{digits}f'}}"
     if not row.sources and not np.isnan(row.value):
         return "none" if np.isinf(row.value) else number
-    if row.sources < LEAST_SHOWN and not np.isnan(row.value):
-        if pd.notna(events := getattr(row, "events", pd.NA)):
-            return f"{int(events)} of {int(row.rows)}"
-        return f"{number} ({row.sources} {'query' if row.sources == 1 else 'queries'})"
-    text = estimate_of(row).text(digits)
-    return text if np.isnan(row.p_holm) else f"{text} {p_value(row.p_holm)}"
+    estimate, events = estimate_of(row), getattr(row, "events", pd.NA)
+    text = estimate.text(digits, counts=(events, row.rows) if pd.notna(events) else None)
+    return text if estimate.few or np.isnan(row.p_holm) else f"{text} {p_value(row.p_holm)}"
 
 
 def folder_of(run: Path, name: str) -> Path:
@@ -377,19 +373,22 @@ def sentences_of(text: str) -> list[str]:
 
 
 def show(result: Result, screen: "Console", *, full: bool = False, rest: str = "--full") -> None:
-    """Print a result: its sentence and control, with each sentence on a line, then one table and at
-    most :data:`NOTES` short notes, or all tables and notes if ``full``.
+    """Print a result: its sentence, one line of its control, one table and at most :data:`NOTES`
+    short notes; or all of these if ``full``. Each sentence stands on a line of its own.
 
-    ``rest`` is the flag that shows the others: the last line is ``--full: 5 more tables, 1 note``.
+    ``rest`` is the flag that shows the others: the last line is ``--full: 5 more tables, 1 note, 2
+    sentences`` (of the control).
     """
-    control = f"Control: {result.control}" if result.control else ""
-    for text, style in ((result.sentence, "bold"), (control, "")):
-        for sentence in sentences_of(one_line(text)):
-            screen.print(sentence, style=style, soft_wrap=True, markup=False)
-    tables, notes = result.tables, result.notes
+    control = sentences_of(one_line(f"Control: {result.control}")) if result.control else []
+    told, tables, notes = control, result.tables, result.notes
     if not full:
+        told = control[:1]
         tables = tables[:1]
         notes = [note for note in notes if len(note) <= NOTE_LENGTH][:NOTES]
+    for sentence in sentences_of(one_line(result.sentence)):
+        screen.print(sentence, style="bold", soft_wrap=True, markup=False)
+    for sentence in told:
+        screen.print(sentence, soft_wrap=True, markup=False)
     for table in tables:
         print_table(screen, table)
     lines = [
@@ -397,7 +396,11 @@ def show(result: Result, screen: "Console", *, full: bool = False, rest: str = "
         for name, problem in result.about.get("ignored_checks", {}).items()
     ]
     lines += [f"note: {one_line(note)}" for note in notes]
-    kinds = (("more table", result.tables, tables), ("note", result.notes, notes))
+    kinds: tuple[tuple[str, Sequence, Sequence], ...] = (
+        ("more table", result.tables, tables),
+        ("note", result.notes, notes),
+        ("sentence", control, told),
+    )
     left = [(len(every) - len(shown), kind) for kind, every, shown in kinds]
     if more := [f"{count} {kind}{'s' * (count > 1)}" for count, kind in left if count]:
         lines.append(f"{rest}: {', '.join(more)}")

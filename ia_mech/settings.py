@@ -9,7 +9,9 @@ import argparse
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from datetime import date
 from itertools import product
@@ -18,7 +20,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from ia_mech.chat.template import PINNED_DATE
-from ia_mech.cli import did_you_mean, nonblank, one_line, program, shell_word, utf8, whole_from
+from ia_mech.cli import (
+    did_you_mean,
+    expanded,
+    nonblank,
+    one_line,
+    program,
+    shell_word,
+    utf8,
+    whole_from,
+)
 from ia_mech.data.formats import CUTS, FORMATS, ColumnMap
 from ia_mech.errors import UserError
 from ia_mech.models import embedded
@@ -423,6 +434,11 @@ class Settings:
         return self.responses > 1 or self.response_temperature != 0
 
     @property
+    def local_model(self) -> bool:
+        """Whether the model is a folder or a file of this machine."""
+        return expanded(self.model).exists()
+
+    @property
     def columns(self) -> ColumnMap:
         """Which columns of the data hold what."""
         return ColumnMap(
@@ -486,6 +502,48 @@ class Settings:
         names = [model, Path(self.dataset).stem, digest]
         words = ["".join(c if c.isalnum() or c in ".-" else "-" for c in name) for name in names]
         return embedded.cache_dir() / "-".join(words).lower()
+
+
+Parsers = Mapping[str, Any]  # parameters of a function → how a word is read; None: a switch
+PARAMETERS: Parsers = {one.name: one.metadata["flag"].parse for one in fields(Settings)} | {
+    name: whole_from(1) for name in ("out", "shard", "workers", "threads")
+}
+# A command to be typed into a shell, up to the end; or a flag, and the word after it.
+_FLAG = re.compile(r"(\S*ia-mech [a-z].*)|--([a-z-]+[a-z])(?: ('[^']*'|[\w./=:+-]*\w)(?![\w']))?")
+_NO_VALUES = {*("or", "and", "if", "is", "with", "to", "in"), *("leaves", "lists", "sets", "has")}
+
+
+@contextmanager
+def parameters_named(
+    known: Parsers = PARAMETERS, command: str = "ia-mech sample"
+) -> Iterator[None]:
+    """Have refusals name the parameters of a Python function, where its command has flags."""
+
+    def named(found: re.Match[str]) -> str:
+        whole, flag, value = found.groups()
+        name = "" if whole else flag.replace("-", "_")
+        if whole or name not in known:
+            return whole or found[0].replace("--", f"{command} --", 1)
+        parse, rest = known[name], "" if value is None else f" {value}"
+        if parse is None:
+            return f"{name}=True{rest}"
+        try:
+            if value is None or value in _NO_VALUES:
+                raise ValueError
+            read = parse(value.strip("'"))
+        except (ValueError, argparse.ArgumentTypeError):
+            return f"{name}{rest}"
+        return f"{name}={read!r}"
+
+    def said(text: str) -> str:
+        text = re.sub(r"rows-[0-9a-f]{16}\.jsonl line (\d+)", r"row \1 of dataset", text)
+        return _FLAG.sub(named, text)
+
+    try:
+        yield
+    except UserError as error:
+        error.__init__(said(error.problem), said(error.remedy))  # type: ignore[misc]
+        raise
 
 
 def dataset_of(given: Any) -> Any:

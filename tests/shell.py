@@ -59,7 +59,11 @@ def refusal(outcome: Outcome) -> str:
     before it while a model was loaded."""
     assert outcome.status == 2, outcome
     assert outcome.out == ""
-    err = re.sub(r"\A(loading \S+|reading runs and results) …\n", "", outcome.err)
+    err = re.sub(
+        r"\A((loading \S+|reading runs and results) …\n|note: too few queries: .*\n)",
+        "",
+        outcome.err,
+    )
     assert err.count("\n") == 1 and err.endswith("\n"), outcome.err
     assert err.startswith("error: ") and "; " in err and "Traceback" not in err
     return err.removeprefix("error: ").rstrip("\n")

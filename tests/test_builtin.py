@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from importlib import resources
 
 import pytest
@@ -53,6 +54,18 @@ def test_the_response_ends_with_the_gold_answer():
         assert re.fullmatch(r"\d+(\.\d+)?", answer)
         last = re.sub(r"(?<=\d),(?=\d{3})", "", response(row).splitlines()[-1])
         assert re.search(rf"(?<![\d.]){re.escape(answer)}(?!\d|\.\d)", last), last
+
+
+def test_siblings_are_four_finished_responses_to_each_query():
+    found = [*open_conversations("builtin:siblings")]
+    assert len({one.source_id for one in found}) == 15 and len(found) == 60
+    assert len({(one.source_id, one.response) for one in found}) == 60
+    assert {(one.finish_reason, one.dataset) for one in found} == {("stop", "builtin-siblings")}
+
+
+def test_the_topics_of_the_demo_have_enough_queries_to_compare():
+    of = Counter(one.metadata["topic"] for one in open_conversations("builtin", limit=24))
+    assert of == {"numbers": 8, "everyday": 6, "code": 4, "writing": 3, "knowledge": 3}
 
 
 def test_the_queries_of_a_study_are_of_four_datasets_in_turn():

@@ -239,6 +239,21 @@ def test_named_columns_win(jsonl):
 # --- ids, order, laziness
 
 
+def test_case_blanks_and_hyphens_of_a_column_name_do_not_matter(jsonl):
+    row = {"Question": "Q?", "Answer": "A.", "Follow Up": "why though", "Correct": "yes", "ID": "7"}
+    source = open_conversations(jsonl(row))
+    (one,) = source
+    assert (one.id, one.query, one.response, one.real_follow_up) == ("7", "Q?", "A.", "why though")
+    assert one.metadata == {"Correct": "yes"}
+    assert source.left == {"Correct": None}
+    assert source.roles["query"] == {"Question": None}
+    both = {"Prompt": "P", "prompt": "Q", "response": "A"}
+    assert "'Prompt' and 'prompt' have the same name but for case" in error_of(jsonl(both))
+    (named,), (other,) = read(jsonl(both), query="Prompt"), read(jsonl(both), metadata=("Prompt",))
+    assert (named.query, named.metadata) == ("P", {"prompt": "Q"})
+    assert (other.query, other.metadata) == ("Q", {"Prompt": "P"})
+
+
 def test_ids_default_to_stem_and_row(jsonl):
     first, second = read(jsonl({"prompt": "a"}, "", {"prompt": "b", "id": ""}))
     assert (first.id, second.id) == ("data-00001", "data-00002")  # blank lines aren't rows
@@ -322,7 +337,6 @@ def test_a_column_that_is_named_like_a_response_is_asked_about(jsonl):
     assert gold.metadata == {"expected_answer": "s"}
     for typo, value, meant in (
         ("sytem_prompt", "Be brief.", "the system message, but isn't called so; say --system-col"),
-        ("System-Prompt", "Be brief.", "the system message, but isn't called so; say --system-col"),
         ("contxt", "It rained all day.", "a passage that the query is about"),
         ("folow_up", "And then?", "the real follow-up, but isn't called so; say --followup-column"),
         (
@@ -339,7 +353,7 @@ def test_a_column_that_is_named_like_a_response_is_asked_about(jsonl):
     for name, value in (("system_id", "prod-7"), ("tool", "search"), ("reference", "It is so.")):
         source = open_conversations(jsonl({"prompt": "q", "response": "r", name: value}))
         assert [one.real_follow_up for one in source] == [None] and [*source.left] == [name]
-    for typo in ("respones", "Response", "reponse", "anser", "answr"):
+    for typo in ("respones", "reponse", "anser", "answr"):
         assert f"column '{typo}' may be one" in error_of(jsonl({"prompt": "q", typo: "r"}))
     both = error_of(jsonl({"id": "a", "user_question": "q", "bot_reply": "r"}))
     assert "name them: --query-column user_question --response-column bot_reply" in both

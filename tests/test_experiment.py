@@ -130,7 +130,7 @@ def test_everything_is_written_into_the_first_run_and_printed(copied, count):
     made["labels"] = {run.identity_digest: run.labels.digest(["me"])}
     assert found.about == made
     assert found.question == "How many contexts are there?"
-    assert found.control == f"{GATE.sentence}."
+    assert found.control == f"{GATE.short}."
     assert pd.read_parquet(folder / "more.parquet")["run"].tolist() == [run.name]
     # The same command over its own files, with flags that change no number and with one that does.
     outcome = count(run.path, "--full", "--threads", 1)
@@ -382,6 +382,10 @@ def test_a_model_that_has_moved_is_found_by_its_flag_and_then_without(
     assert line.endswith(
         "give the place of the same weights with --model PATH, or sample the run again"
     )
+    record = files(run)
+    assert sample(["--model", str(moved), *words]) == 0 and files(run) == record
+    assert sample(["--model", str(other), *words]) == 2 and files(run) == record
+    assert "--model is mine there, other here" in capfd.readouterr().err
     assert refusal(again("--model", tmp_path / "no")).startswith(f"no directory {tmp_path / 'no'}")
     for flag in (["--model", moved], []):  # it is remembered
         assert again(*flag).status == 0

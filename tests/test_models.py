@@ -241,6 +241,16 @@ def test_weights_that_are_missing_are_not_made_up(checkpoint, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+def test_missing_files_of_weights_are_found_in_the_plan(checkpoint):
+    first = checkpoint / "model.safetensors"
+    first.rename(checkpoint / "model-00001-of-00002.safetensors")
+    files = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    index = checkpoint / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": files}))
+    line = refusal(load_files, ModelSpec(str(checkpoint)))
+    assert "lacks 1 of 2 files of weights, such as model-00002" in line
+
+
 def test_a_model_of_another_kind_is_one_line(checkpoint, capfd):
     (checkpoint / "config.json").write_text('{"model_type": "vit"}')  # no causal language model
     text = refusal(load, ModelSpec(name=str(checkpoint), device="cpu"))

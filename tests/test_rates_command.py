@@ -136,6 +136,7 @@ def test_a_field_of_the_data_tells_rates_apart(run, rates):
     tied = pd.DataFrame(
         {"dataset": ["a", "b", "c"], "value": [0.0, 1.0, 1.0], "sources": 1, "rows": 2}
         | {"quantity": "rate", "outcome": "follow_up", "temperature": 0.0, "events": [0, 2, 2]}
+        | {"low": float("nan"), "high": float("nan")}
     )
     said = "By topic, 0 of 2 (topic = a) to 1.00 (2 groups, such as topic = b) of greedy turns"
     assert _by_group("topic", tied).startswith(said)

@@ -103,7 +103,7 @@ def test_sentence_and_control_follow_the_gate(run):
     assert "conversation from a wrong one (gate passed; excess +0.9" in judged.gate.short
     found = result(judged)
     assert "turns react to their own response: they are follow-ups" in found.sentence
-    assert "(gate passed). Over all temperatures" in found.control
+    assert "). Over all temperatures together, it calls 0.9" in found.control
     assert set(found.estimates["gate"]) == {"passed"}
 
 
@@ -127,6 +127,9 @@ def test_perturbed_contexts_do_not_decide():
     )
     assert gate_of(pairs, "j").verdict == "passed"
     assert gate_of(pairs[40:], "j").verdict == "failed"
+    few = gate_of(pairs[:3], "j")
+    assert few.verdict == "undecided" and "excess +1.00 (4 queries)" in few.short
+    assert "it calls 3 of 3 turns follow-ups, and 0 of 3 if" in few.details[0]
     alone = gate_of(pairs.assign(decoy="sibling"), "j")
     assert alone.verdict == "no decoys" and alone.siblings.decoys == 40
 

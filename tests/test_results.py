@@ -83,15 +83,18 @@ def printed(result: Result, **options) -> str:
 
 def test_one_table_and_short_notes_are_printed_unless_all_is_asked_for():
     notes = ["short", "long" * 50, "another", "a third"]
-    result = example_result(notes=notes)
+    result = example_result(notes=notes, control="After a wrong one 0.05. It is known. So it is.")
     said, whole = printed(result), printed(result, full=True)
-    assert said.splitlines()[:2] == [result.sentence, f"Control: {result.control}"]
+    assert said.splitlines()[:3] == [result.sentence, "Control: After a wrong one 0.05.", ""]
+    assert whole.splitlines()[2:4] == ["It is known.", "So it is."]
     assert said.count("┏") == 1 and whole.count("┏") == 2 and "[bold]x" in whole
-    lines = ["note: short", "note: another", "--full: 1 more table, 2 notes"]
+    lines = ["note: short", "note: another", "--full: 1 more table, 2 notes, 2 sentences"]
     assert said.splitlines()[-3:] == lines
     assert whole.splitlines()[-4:] == [f"note: {note}" for note in notes]
-    assert printed(result, rest="the page").endswith("the page: 1 more table, 2 notes\n")
-    alone = example_result(tables=result.tables[:1], notes=[])
+    assert printed(result, rest="the page").endswith(
+        "the page: 1 more table, 2 notes, 2 sentences\n"
+    )
+    alone = example_result(control="Alone.", tables=result.tables[:1], notes=[])
     assert printed(alone) == printed(alone, full=True)
 
 

@@ -149,6 +149,8 @@ def test_a_run_whose_tensors_are_away_is_refused_and_left_as_it_is(
         (out / "residuals").mkdir()
     with pytest.raises(UserError, match="residuals lacks all 4 files that were"):
         sampled(SMALL, tiny_subject, out)
+    with pytest.raises(UserError, match=r"residuals lacks all 4 .*; mount its disk"):
+        Run.open(out).residuals()
     assert Run.open(out).generations.equals(whole.generations)
     shutil.copytree(tmp_path / "disk", out / "residuals", dirs_exist_ok=True)
     assert files_under(out) == kept and sampled(SMALL, tiny_subject, out).digest() == whole.digest()

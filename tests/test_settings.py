@@ -195,7 +195,7 @@ def test_a_flag_that_cannot_be_is_refused_in_one_line(made, capsys, words, expec
         ({"temperatures": [[0.7], 1]}, "temperatures=[[0.7], 1]; give a text or a number, or a"),
         ({"system": b"bytes"}, "system=b'bytes'; give a text or a number"),
         ({"out": ["run"]}, "out=['run']; give a text or a number"),
-        ({"shard": "5/4"}, "--shard: '5/4' is not i/n"),
+        ({"shard": "5/4"}, "shard: '5/4' is not i/n"),
     ],
 )
 def test_a_value_of_the_function_that_cannot_be_is_refused_in_one_line(made, settings, problem):
@@ -213,6 +213,26 @@ def test_rows_from_python_are_settings_as_the_file_that_they_are_written_to(
     assert made[0][0].dataset == str(file) and file.read_text() == '{"prompt": "q"}\n'
     with pytest.raises(UserError, match="the dataset is int, not rows"):
         command.sample(dataset=3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"dataset": [{"my_query": "q"}]}, "row 1 of dataset: .* query_column='my_query' "),
+        ({"temperatures": [1, 1]}, "; samples sets how often it is sampled"),
+        ({"responses": 2, "response": "given"}, "^response='given': .* use response='generate'"),
+        ({"dataset": "builtin", "split": "test"}, "leave out split, subset and revision"),
+        ({"device_map": "auto", "device": "cpu"}, "^device_map can't be used with device;"),
+        ({"dataset": [{"prompt": "q", "image": "x"}]}, "name it with metadata_columns if it isn't"),
+        ({"dataset": [{"prompt": "q", "files": ["x"]}]}, r"\(skip_unusable=True\), or name it"),
+        ({"shard": "3/2"}, "^shard: '3/2' .*; see ia-mech sample --help$"),
+    ],
+)
+def test_from_python_a_refusal_names_parameters(tmp_path, monkeypatch, settings, said):
+    monkeypatch.setenv("IA_MECH_CACHE", str(tmp_path))
+    with pytest.raises(UserError, match=said) as caught:
+        ia_mech.sample(out=tmp_path / "run", **settings)
+    assert "--" not in str(caught.value).replace("ia-mech sample --help", "")
 
 
 def test_settings_that_there_are_not_are_all_named():

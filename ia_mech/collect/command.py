@@ -28,6 +28,7 @@ from ia_mech.settings import (
     Shard,
     default_text,
     flag_of,
+    parameters_named,
     parse_value,
 )
 
@@ -159,7 +160,8 @@ def _planned(settings: Settings, out: Path, progress: Progress) -> "Plan":
         there, wanted = Run(out).record, settings.to_dict()
         if settings.batch_rows is None:  # it depends on the device
             wanted["batch_rows"] = there["identity"]["settings"]["batch_rows"]
-        refuse_another(out, there, {"identity": without_folders({"settings": wanted})}, flag_of)
+        known = {"identity": without_folders({"settings": wanted})}
+        refuse_another(out, there, known, flag_of, settings.local_model)
     source = settings.conversations()
     progress.say(f"loading {one_line(settings.model)} …")  # a busy machine imports for a minute
     from ia_mech.collect.plan import Plan
@@ -167,6 +169,7 @@ def _planned(settings: Settings, out: Path, progress: Progress) -> "Plan":
     return Plan(settings, out, source=source)
 
 
+@parameters_named()
 def sample(
     out: str | Path | None = None,
     *,

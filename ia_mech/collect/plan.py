@@ -112,7 +112,7 @@ class Plan:
         self.parts = plan_parts(self.settings, self.device.type, written)
         self.identity = self._identity()
         if (out / layout.RUN).is_file():
-            refuse_another(out, Run(out).record, self.record, flag_of)
+            refuse_another(out, Run(out).record, self.record, flag_of, settings.local_model)
 
     def render(self, conversation: Conversation) -> Rendered:
         """A conversation's context, and its real follow-up.
@@ -204,7 +204,7 @@ class Plan:
             raise UserError(
                 "every conversation has a response: --responses and --response-temperature do "
                 "nothing",
-                "use --response generate, which replaces them, or leave the two flags out",
+                "use --response generate, which replaces them, or leave the two out",
             )
 
     def _identity(self) -> dict:

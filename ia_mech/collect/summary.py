@@ -16,7 +16,7 @@ from ia_mech.run import Run, layout
 from ia_mech.run.queries import conversations_text, exchange, unfinished_text
 from ia_mech.run.sources import sources_of
 from ia_mech.settings import Shard
-from ia_mech.stats import cluster_mean
+from ia_mech.stats import LEAST_SHOWN, cluster_mean
 
 LISTED = 10  # skipped rows that are named
 
@@ -27,7 +27,9 @@ def temperature_table(run: Run) -> Table:
 
     ``entropy`` is that of the first token. † counts turns that follow an unfinished response.
     """
-    table = _table("user turns (95% intervals over queries)")
+    queries = sources_of(run.contexts).nunique()
+    shown = " (95% intervals over queries)" if queries >= LEAST_SHOWN else ""
+    table = _table(f"user turns{shown}")
     for name in ("T", "turns", "mean tokens", "ended by turn-end", "log p / token", "entropy"):
         table.add_column(name, justify="right", no_wrap=True)
     contexts = run.contexts
@@ -37,12 +39,13 @@ def temperature_table(run: Run) -> Table:
             at = run.settings["temperatures"].index(temperature)
             values = np.stack(contexts["first_token_entropy_tempered"].tolist())[:, at]
             entropy = f"{cluster_mean(values, contexts['source_id']).value:.2f}"
-        ended = cluster_mean(rows["finish_reason"] == "turn_end", sources, proportion=True)
+        at_end = rows["finish_reason"] == "turn_end"
+        ended = cluster_mean(at_end, sources, proportion=True)
         table.add_row(
             run.decoding(temperature, drawn).removeprefix("T = "),
             _count_text(rows),
             f"{cluster_mean(rows['tokens'], sources).value:.1f}",
-            ended.text(),
+            ended.text(counts=(int(at_end.sum()), len(at_end))),
             f"{cluster_mean(rows['logprob_raw'] / rows['tokens'], sources).value:.2f}",
             entropy,
         )
@@ -70,7 +73,9 @@ def real_follow_up_table(run: Run) -> Table:
         shown = [
             cluster_mean(rows["real_follow_up_logprob"] / tokens, sources).text(),
             cluster_mean(rows["real_follow_up_bits_per_byte"], sources).text(),
-            cluster_mean(greedy, sources, proportion=True).text(),
+            cluster_mean(greedy, sources, proportion=True).text(
+                counts=(int(greedy.sum()), len(greedy))
+            ),
         ]
         table.add_row(escape(one_line(str(dataset), 30)), _count_text(rows), *shown)
     return table

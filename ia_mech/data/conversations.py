@@ -16,7 +16,7 @@ from typing import Any
 from ia_mech.cli import did_you_mean, expanded
 from ia_mech.data import files, presets
 from ia_mech.data.files import Rows
-from ia_mech.data.formats import CORRECT, ColumnMap, parse
+from ia_mech.data.formats import CORRECT, ColumnMap, bare, parse
 from ia_mech.data.messages import Message
 from ia_mech.data.values import DEPTH, from_json, json_type, list_of
 from ia_mech.errors import UserError
@@ -25,7 +25,8 @@ from ia_mech.untrusted import parse_json
 
 BUILTIN = ("maths", "instructions", "open")
 STUDY = "study"  # the queries of a study, without responses
-_PARTS = {"builtin": BUILTIN} | {f"builtin:{name}": (name,) for name in (*BUILTIN, STUDY)}
+SIBLINGS = "siblings"  # four responses to each query, written by the embedded model
+_PARTS = {"builtin": BUILTIN} | {f"builtin:{name}": (name,) for name in (*BUILTIN, SIBLINGS, STUDY)}
 UNPERTURBED_RESPONSE = "unperturbed_response"  # in the metadata of a perturbed conversation
 USER_HEADER = "user"
 HEADERS = (USER_HEADER, "alone", "assistant", "no_turn_end", "no_turn_separator")
@@ -231,7 +232,7 @@ class ConversationSource:
                 self.rest = next(rows, None) is not None
                 break
         for name in self.columns.metadata:
-            if name not in names:
+            if bare(name) not in map(bare, names):
                 raise UserError(
                     f"no column {name!r} in the {used} rows of {self.name} that were read"
                     f"{did_you_mean(name, names)}",
@@ -290,8 +291,8 @@ def open_conversations(
 
     Args:
         dataset: ``builtin`` (three parts in turn), ``builtin:maths|instructions|open``,
-            ``builtin:study``, a file or a folder of files (``files``), a preset's name, or a hub
-            id ``org/name`` (streamed).
+            ``builtin:siblings``, ``builtin:study``, a file or a folder of files (``files``), a
+            preset's name, or a hub id ``org/name`` (streamed).
         limit: at most so many rows; None for all.
         columns: what the columns are called, where they can't be recognised.
         split, subset, revision: of a hub dataset; a preset has defaults.

@@ -12,16 +12,18 @@ Shapes:
 
 In any of them a list of texts may stand in place of the response: a conversation each. Columns
 beside a shape are part of the conversation (system message, history, passage, tools, thought), are
-refused by name, or become metadata. A name that is nearly one of these is asked about.
+refused by name, or become metadata. A name that is nearly one of these is asked about. The case of
+a column's name doesn't matter, nor do its blanks, hyphens and underscores: ``Follow Up`` is
+``follow_up``.
 """
 
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from difflib import get_close_matches
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NoReturn
 
 from ia_mech.cli import shell_word
@@ -63,10 +65,9 @@ _NAMES = {
         "query": "question prompt query instruction problem input",
         "response": "response output solution completion chosen choices outputs responses",
         "answer": "answer",
-        "system": "system system_prompt system_message system_instruction sys systemPrompt"
-        " developer",
+        "system": "system system_prompt system_message system_instruction sys developer",
         "context": "context passage input passage_text article paragraph evidence story",
-        "followup": "real_follow_up follow_up followup",
+        "followup": "real_follow_up follow_up",
         "history": "history chat_history past conversation_history dialogue_history"
         " previous_messages",
         "tools": "tools functions",
@@ -87,6 +88,17 @@ _TEXTS = {  # columns of the shapes that are lists of texts
     "alternating": (*_NAMES["messages"], "turns", "data"),
 }
 _FIRST_ANSWER = ("reference_first_answer", "response", "responses")  # to a list of user turns
+_BESIDE = (*THOUGHTS, *UNREAD, "reference", "finish_reason")
+
+
+def bare(name: str) -> str:
+    """A column's name without what doesn't matter: case, blanks, hyphens and underscores."""
+    return re.sub(r"[\s_-]+", "", name).lower()
+
+
+# Every name that is looked for; of those that are alike the first one counts.
+_USUAL = dict.fromkeys(chain(*_NAMES.values(), *_TEXTS.values(), _FIRST_ANSWER, _BESIDE, _OWN))
+_BY_BARE = {bare(name): name for name in reversed(_USUAL)}
 
 # How names end that suggest a query or a response; words that suggest a gold answer.
 _LIKE_QUERY = re.compile(r"(question|query|prompt|instruction|problem|input)$")
@@ -157,6 +169,7 @@ def parse(row: dict, columns: ColumnMap, place: str) -> "Row":
         cells.roles = {}
     else:
         cells.ask_about_left()
+        cells.left = [cells.spelt.get(name, name) for name in cells.left]
         _refuse_empty([message for one in cells.said for message in one["messages"]], place)
     return cells
 
@@ -334,6 +347,7 @@ class Row:
     Attributes:
         known: the columns that can be part of the conversation: neither null nor named as metadata.
         used: the columns already read; what is left over becomes metadata.
+        spelt: the usual names of columns → how the user spells them, where that differs.
         said: fields of :class:`ia_mech.data.conversations.Conversation`, once for each response.
         left: columns with something that became metadata.
         roles: fields of :class:`ColumnMap` → columns read so.
@@ -342,8 +356,14 @@ class Row:
     """
 
     def __init__(self, row: dict, columns: ColumnMap, place: str) -> None:
-        self.row, self.columns, self.place = row, columns, place
-        self.known = {k: v for k, v in row.items() if not is_null(v) and k not in columns.metadata}
+        own = {bare(name): name for name in row}
+        ignored = {name if name in row else own.get(bare(name), name) for name in columns.metadata}
+        self.spelt = spelt = _spellings(row, columns, ignored, place)
+        usual = {own: name for name, own in spelt.items()}
+        self.row = row = {usual.get(k, k): v for k, v in row.items() if k not in spelt}
+        named = {k: v if k == "metadata" else usual.get(v, v) for k, v in asdict(columns).items()}
+        self.columns, self.place = ColumnMap(**named), place
+        self.known = {k: v for k, v in row.items() if not is_null(v) and k not in ignored}
         self.used: set[str] = set()
         self.said: list[dict[str, Any]] = []
         self.left: list[str] = []
@@ -375,8 +395,8 @@ class Row:
     @property
     def found(self) -> str:
         """The names of the columns, for an error."""
-        shown = (f"{k} (empty)" if is_gap(v) else str(k) for k, v in self.row.items())
-        return ", ".join(shown) or "none"
+        spelt = ((self.spelt.get(k, k), v) for k, v in self.row.items())
+        return ", ".join(f"{k} (empty)" if is_gap(v) else str(k) for k, v in spelt) or "none"
 
     def take(self, name: str | None, role: str = "") -> Any:
         """The cell of a column (None for no column, or a null), which is then used up; ``role``
@@ -385,7 +405,7 @@ class Row:
             return None
         self.used.add(name)
         if role and not is_gap(self.row[name]):
-            self.roles[role] = name
+            self.roles[role] = self.spelt.get(name, name)
         return None if is_null(self.row[name]) else self.row[name]
 
     def text(self, role: str, usual: Sequence[str]) -> str | None:
@@ -575,9 +595,35 @@ class Row:
         if own is not None and not isinstance(own, dict):
             own = {"metadata": own}
         named = [str(k) for k, v in left.items() if not is_gap(v)]
+        left = {self.spelt.get(k, k): v for k, v in left.items()}
         if left.keys() & (own or {}).keys():  # neither replaces the other
             own = {"metadata": own}
         return named, jsonable(left | (own or {}))
+
+
+def _spellings(
+    row: dict, columns: ColumnMap, ignored: Collection[str], place: str
+) -> dict[str, str]:
+    """The usual names of columns that the user spells otherwise → the user's spelling.
+
+    Raises:
+        UserError: two columns that hold something have the same usual name, and none is named.
+    """
+    found: dict[str, list[str]] = {}
+    for own, value in row.items():
+        usual = own if own in _USUAL else _BY_BARE.get(bare(own))
+        if usual is not None and not {own, usual} & {*ignored} and not is_gap(value):
+            found.setdefault(usual, []).append(own)
+    for usual, alike in [*found.items()]:
+        if len(alike) > 1:
+            del found[usual]
+            if not {*alike} & {*asdict(columns).values()}:
+                raise UserError(
+                    f"{place}: the columns {' and '.join(map(repr, alike))} have the same name but "
+                    "for case, blanks, hyphens and underscores",
+                    "rename one, or say which is read, with a flag such as --query-column",
+                )
+    return {usual: own for usual, (own,) in found.items() if own != usual}
 
 
 def _shape(cells: Row) -> str:

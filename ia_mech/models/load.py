@@ -42,6 +42,10 @@ from ia_mech.run.integrity import replace_file
 
 PROBE_SECONDS = 5
 ADAPTER = "adapter_config.json"
+WEIGHTS = (  # of a checkpoint in a folder; transformers reads the first that is there
+    *("model.safetensors", "model.safetensors.index.json"),
+    *("pytorch_model.bin", "pytorch_model.bin.index.json"),
+)
 CHAT = "chat_template.json"
 FETCHING = ("revision", "local_files_only")
 LFS = b"version https://git-lfs"  # stands in place of a file that git-lfs hasn't fetched
@@ -232,6 +236,7 @@ def _files(
             tokenizer, config = gguf.tokenizer(path, needs_template), gguf.configuration(path)
             generation_config = GenerationConfig.from_model_config(config)
         else:
+            _refuse_missing_shards(Path(place))
             tokenizer = AutoTokenizer.from_pretrained(place, **kwargs, **{MISTRAL: True})
             if getattr(getattr(tokenizer, "backend_tokenizer", None), MISTRAL, False):
                 _note(f"{spec.name}'s tokenizer cuts words wrongly; it is mended ({MISTRAL}=True)")
@@ -345,6 +350,19 @@ def permute_blocks(model: PreTrainedModel, seed: int) -> None:
         random = torch.Generator().manual_seed(int.from_bytes(digest[:4]))
         order = torch.randperm(tensor.numel(), generator=random)
         tensor.copy_(tensor.cpu().flatten()[order].view_as(tensor))
+
+
+def _refuse_missing_shards(folder: Path) -> None:
+    """Raise UserError if a local folder lacks files of weights that its index names."""
+    weights = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
+    if weights is None or weights.suffix != ".json":
+        return
+    named = {*json.loads(weights.read_text())["weight_map"].values()}
+    if lacking := sorted(name for name in named if not (folder / name).exists()):
+        raise UserError(
+            f"{folder} lacks {len(lacking)} of {len(named)} files of weights, such as {lacking[0]}",
+            "copy or download the whole checkpoint",
+        )
 
 
 def _check_adapter(spec: ModelSpec) -> None:

@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ia_mech.display import COLOURS, draw_points, link_of, title_axes, with_style
-from ia_mech.estimates import all_datasets
+from ia_mech.estimates import all_datasets, with_shown_intervals
 from ia_mech.judge.decoys import WRONG
 from ia_mech.judge.rubric import heading
 from ia_mech.rates.gate import Gate
@@ -34,7 +34,7 @@ def draw_rates(estimates: pd.DataFrame, title: str) -> Figure:
         title: of the left panel.
     """
     whole = all_datasets(estimates[estimates["outcome"] == "follow_up"])
-    whole = whole[whole["temperature"].notna()]
+    whole = with_shown_intervals(whole[whole["temperature"].notna()])
     figure = Figure(figsize=(9.5, 4.0), layout="constrained")
     left, right = figure.subplots(1, 2)
     temperatures = sorted(whole["temperature"].unique())

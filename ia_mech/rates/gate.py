@@ -43,10 +43,12 @@ class Gate:
 
     @property
     def verdict(self) -> str:
-        """*passed* if the margin's interval lies above 0, *failed* if below, else *undecided*; or
-        *no decoys*."""
+        """*passed* if the margin's interval lies above 0, *failed* if below, else *undecided*, as
+        with so few queries that no interval is shown; or *no decoys*."""
         if not self.decoys:
             return NO_DECOYS
+        if self.margin.few:
+            return UNDECIDED
         if self.margin.low > 0:
             return PASSED
         return NOT_PASSED if self.margin.high < 0 else UNDECIDED
@@ -76,31 +78,31 @@ class Gate:
         return f"{self.decided} (gate {self.verdict}; excess {self.excess.text(sign=True)})"
 
     @property
-    def sentence(self) -> str:
-        """The numbers behind the word: of wrong conversations, and of siblings where there are any.
-        It has no full stop at its end."""
-        whose = f" of {self.model}" if self.model else ""
-        if not self.decoys:
-            text = self.short
-        else:
-            text = (
-                f"{self.decided} (gate {self.verdict}). Over all temperatures together, it calls "
-                f"{self.rate:.2f} of the turns{whose} follow-ups, and {self.floor:.2f} of the same "
-                f"turns if it sees them after {AFTER[WRONG]} (the floor): {self.more}. The gate "
-                "passes if the excess is shown to be larger than the floor: excess minus floor is "
-                f"{self.margin.text(sign=True)}"
-            )
+    def details(self) -> list[str]:
+        """The numbers behind the verdict, in sentences: of wrong conversations, and of siblings
+        where there are any."""
+        found = []
+        if self.decoys:
+            whose = f" of {self.model}" if self.model else ""
+            found += [
+                f"Over all temperatures together, it calls {self._share(self.rate)} turns{whose} "
+                f"follow-ups, and {self._share(self.floor)} if it sees them after {AFTER[WRONG]} "
+                "(the floor); the excess is the rate minus the floor.",
+                "The gate passes if the excess is shown to be larger than the floor: excess minus "
+                f"floor is {self.margin.text(sign=True)}.",
+            ]
         if self.siblings is not None and self.siblings.decoys:
-            text += (
-                ". After another response to the same query, the judge calls "
-                f"{self.siblings.floor:.2f} of the turns follow-ups: {self.siblings.more}"
+            found.append(
+                f"After another response to the same query, the judge calls "
+                f"{self.siblings._share(self.siblings.floor)} turns follow-ups: an excess of "
+                f"{self.siblings.excess.text(sign=True)}."
             )
-        return text
+        return found
 
-    @property
-    def more(self) -> str:
-        """The excess in words."""
-        return f"an excess of {self.excess.text(sign=True)} ({self.decoys} turns)"
+    def _share(self, rate: float) -> str:
+        """How many of the decoys' turns; a rate, unless queries are few."""
+        of = f"{round(rate * self.decoys)}" if self.excess.few else f"{rate:.2f}"
+        return f"{of} of {self.decoys}"
 
     @property
     def decided(self) -> str:

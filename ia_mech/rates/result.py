@@ -8,7 +8,7 @@ from urllib.parse import quote
 import pandas as pd
 
 from ia_mech.cli import one_line
-from ia_mech.estimates import ALL, FEW_SOURCES, all_datasets, few_sources
+from ia_mech.estimates import ALL, FEW_SOURCES, all_datasets, estimate_of, few_sources
 from ia_mech.judge.decoys import AFTER, DECOY_KINDS, WRONG
 from ia_mech.judge.rubric import heading
 from ia_mech.rates import figures, latent
@@ -16,7 +16,7 @@ from ia_mech.rates.compute import MIN_ANNOTATED, MIN_ANNOTATED_SOURCES, RELIABIL
 from ia_mech.rates.evidence import DEPENDENT
 from ia_mech.rates.gate import Gate, named
 from ia_mech.rates.load import EVERY, SUBJECT, JudgedTurns, matching
-from ia_mech.results import LEAST_SHOWN, Result, Table, about_runs, cell_of, table_of
+from ia_mech.results import Result, Table, about_runs, cell_of, table_of
 from ia_mech.run.labels import KEY
 from ia_mech.run.queries import conversations_text
 
@@ -92,12 +92,13 @@ def result_on(
     shown += "" if judged.drawn_tokens is None else f"-drawn-{judged.drawn_tokens}"
     labellers = judged.judge, settings.get("annotator")
     known = judged.record.get("caveat", "").rstrip(".")
-    control = [gate.sentence for gate in gates]
-    control += [known[0].upper() + known[1:]] if known else []
-    control += [judged.above_fit] if judged.above_fit else []
+    control = [f"{'; '.join(gate.short for gate in gates)}."]
+    control += [sentence for gate in gates for sentence in gate.details]
+    control += [f"{known[0].upper()}{known[1:]}."] if known else []
+    control += [f"{judged.above_fit}."] if judged.above_fit else []
     return Result(
         name=f"rates-{judged.judge}{kind.removeprefix('rates')}{shown}",
-        control=" ".join(f"{one}." for one in control),
+        control=" ".join(control),
         about={
             "kind": kind,
             **about_runs(judged.runs, [name for name in labellers if name]),
@@ -133,7 +134,7 @@ def _sentence(judged: JudgedTurns, of: pd.DataFrame, groups: pd.DataFrame, level
     whose = f"user turns of {one_line(first['model'])}{perturbed} are follow-ups"
     rates: list[str] = []
     for row in plain.itertuples():
-        share = f" ({cell_of(row)})" if row.sources >= LEAST_SHOWN else ""
+        share = "" if estimate_of(row).few else f" ({cell_of(row)})"
         at = f"at T = {row.temperature:g}" if row.temperature else "greedy"
         counts = f"{row.events} of {row.rows}"
         if rates:

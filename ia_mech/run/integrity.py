@@ -18,7 +18,7 @@ import xxhash
 
 from ia_mech.cli import refuse_no_run
 from ia_mech.errors import UserError
-from ia_mech.run.layout import FORMAT, RUN
+from ia_mech.run.layout import FORMAT, MANIFESTS, RUN
 
 HASH = "xxh3_128"
 
@@ -137,6 +137,21 @@ def content_hash(path: Path) -> str:
 def size_and_hash(path: Path) -> dict[str, int | str]:
     """Size and hash of a file, as its manifest holds them."""
     return {"bytes": path.stat().st_size, HASH: content_hash(path)}
+
+
+def refuse_lost_folders(root: Path, parts: list[dict[str, Any]]) -> None:
+    """Raise UserError if a folder lacks the files of all these parts: it was moved, or its disk is
+    away. Computing these parts again could be a mistake, as for one damaged part it isn't."""
+    files = [root / file for part in parts for file in part["files"]]
+    for folder in sorted({file.parent for file in files}):
+        own = [file for file in files if file.parent == folder]
+        several = len(own) > 1 or (len(parts) == 1 and not folder.is_dir())  # not one bad part
+        if several and not any(file.exists() for file in own):
+            raise UserError(
+                f"{folder} lacks all {len(own)} files that were written there",
+                "mount its disk or bring the files back; or remove "
+                f"{root / MANIFESTS}, and the whole run is computed again",
+            )
 
 
 def damage(root: Path, files: dict[str, dict[str, Any]], *, content: bool) -> str | None:

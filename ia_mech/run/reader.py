@@ -683,6 +683,7 @@ class Run:
     def _check(self, part: dict[str, Any], files: dict[str, Any], *, content: bool) -> None:
         problem = integrity.damage(self.path, files, content=content)
         if problem is not None:
+            integrity.refuse_lost_folders(self.path, self.parts(part["kind"]))
             raise self._damaged(part, problem)
 
     def _table(

@@ -94,7 +94,7 @@ class RunWriter:
         """
         run, problems = Run(self.path), []
         done = [part for part in run.parts(kind) if part["name"] in names]
-        self._refuse_lost_folders(done)
+        integrity.refuse_lost_folders(self.path, done)
         for part in done:
             files = part["files"]
             hashed = files if run.complete else layout.texts_of(files)
@@ -103,18 +103,6 @@ class RunWriter:
                 self._damaged[kind, part["name"]] = part
                 problems.append(f"part {part['name']} of the {kind} is damaged: {problem}")
         return problems
-
-    def _refuse_lost_folders(self, done: list[dict[str, Any]]) -> None:
-        files = [self.path / file for part in done for file in part["files"]]
-        for folder in sorted({file.parent for file in files}):
-            own = [file for file in files if file.parent == folder]
-            several = len(own) > 1 or (len(done) == 1 and not folder.is_dir())  # not one bad part
-            if several and not any(file.exists() for file in own):
-                raise UserError(
-                    f"{folder} lacks all {len(own)} files that were written there",
-                    "mount its disk or bring the files back; or remove "
-                    f"{self.path / layout.MANIFESTS}, and the whole run is computed again",
-                )
 
     def claim(self, kind: str, name: str) -> bool:
         """Lock a part that isn't done, to compute it. The lock is released when the part is added.
@@ -318,15 +306,23 @@ def _begin_run(path: Path, record: dict[str, Any]) -> tuple[dict[str, Any], str]
 
 
 def refuse_another(
-    path: Path, there: dict[str, Any], wanted: dict[str, Any], name_of: Callable[[str], str] = str
+    path: Path,
+    there: dict[str, Any],
+    wanted: dict[str, Any],
+    name_of: Callable[[str], str] = str,
+    local_model: bool = False,
 ) -> None:
     """Refuse to resume a run that has another identity, or other parts.
+
+    The same weights are the same model, whatever their folder is called.
 
     Args:
         path: the run's folder.
         there: ``run.json``.
         wanted: the record asked for, as far as it is known. Its identity may lack keys.
         name_of: as for :class:`RunWriter`.
+        local_model: the model is a folder or a file. Its name decides nothing then, as long as the
+            hash of its weights isn't known.
 
     Raises:
         UserError: the records differ. The error names all differences.
@@ -334,6 +330,10 @@ def refuse_another(
     known: dict[str, Any] = json.loads(json.dumps(wanted["identity"]))  # lists, not tuples
     before = {name: there["identity"].get(name) for name in known}
     differing = integrity.changed_values(before, known)
+    if "model.weights_hash" not in differing if "model" in known else local_model:
+        differing = {
+            k: v for k, v in differing.items() if k not in ("settings.model", "model.name")
+        }
     # Where settings differ, they explain what else differs, which is left out.
     settings = {name: v for name, v in differing.items() if name.startswith("settings.")}
     parts = {"parts": there["parts"]}, {"parts": wanted.get("parts", there["parts"])}

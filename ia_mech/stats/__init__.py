@@ -16,10 +16,11 @@ from ia_mech.stats.decomposition import Decomposition, decomposed_difference
 from ia_mech.stats.differences import Difference, group_difference, paired_difference
 from ia_mech.stats.dyads import dyadic_difference, dyadic_mean, dyadic_test
 from ia_mech.stats.fold_scores import FoldScores, ResampledScore
-from ia_mech.stats.intervals import Estimate, wilson, zero_events_bound
+from ia_mech.stats.intervals import LEAST_SHOWN, Estimate, wilson, zero_events_bound
 from ia_mech.stats.significance import holm, permutation_p
 
 __all__ = [
+    "LEAST_SHOWN",
     "Decomposition",
     "Difference",
     "Estimate",

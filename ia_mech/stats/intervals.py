@@ -7,6 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import ndtri, stdtrit
 
+LEAST_SHOWN = 5  # fewest queries from which an interval is shown
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -23,20 +25,39 @@ class Estimate:
         low, high = np.clip([self.low, self.high], least, most)
         return replace(self, low=float(low), high=float(high))
 
-    def text(self, digits: int | str = 2, *, sign: bool = False, percent: bool = False) -> str:
+    @property
+    def few(self) -> bool:
+        """Whether so few queries stand behind it that its interval isn't shown."""
+        return 0 < self.sources < LEAST_SHOWN
+
+    def text(
+        self,
+        digits: int | str = 2,
+        *,
+        sign: bool = False,
+        percent: bool = False,
+        counts: tuple[int, int] | None = None,
+    ) -> str:
         """``0.42 [0.31, 0.55]``; ``–`` without a value, ``[no interval]`` without an interval.
+
+        From fewer than :data:`LEAST_SHOWN` queries no interval is shown, but how many queries there
+        are, or the ``counts`` of a rate: ``0.42 (3 queries)``, ``3 of 8``.
 
         Args:
             digits: decimals, or a format such as ``.0e``.
             sign: show the sign, as for differences. An end that rounds to 0 keeps its sign, which
                 says on which side of 0 the interval ends.
             percent: as ``42.0% [31.0, 55.0]``.
+            counts: of a rate: its events, and of how many rows.
         """
         style = ("+" if sign else "") + (digits if isinstance(digits, str) else f".{digits}f")
         scale, unit = (100, "%") if percent else (1, "")
         value, low, high = (format(scale * x, style) for x in (self.value, self.low, self.high))
         if np.isnan(self.value):
             return "–"
+        if self.few:
+            queries = "1 query" if self.sources == 1 else f"{self.sources} queries"
+            return f"{counts[0]} of {counts[1]}" if counts else f"{value}{unit} ({queries})"
         interval = "no interval" if np.isnan(self.low) else f"{low}, {high}"
         return f"{value}{unit} [{interval}]"
 
