@@ -41,6 +41,7 @@ from experiments.figures import Drawing
 from experiments.parts import keep, kept
 from experiments.tables import estimates_of, headline, print_plan, sentence_of
 from ia_mech.cli import (
+    JUDGE_HELP,
     RUN,
     Parser,
     add_intervals,
@@ -511,8 +512,7 @@ class Experiment(ABC):
             "runs", nargs="+", type=run_folder, metavar="RUN", help="a run's folder"
         )
         if cls.judged:
-            judge = "whose labels (default: the only judge)"
-            parser.add_argument("--judge", metavar="NAME", help=judge)
+            parser.add_argument("--judge", metavar="NAME", help=JUDGE_HELP)
         if cls.queries_used is not None:
             least, what = whole_from(2), "at most N queries, drawn by --seed"
             flag(parser, "--queries", least, cls.queries_used, what, metavar="N")

@@ -92,6 +92,7 @@ from ia_mech.results import (
     write,
 )
 from ia_mech.run import Run
+from ia_mech.run.labels import choose_judge
 
 NAME = "study"
 QUESTION = "How much do user turns depend on the response, and through which states?"
@@ -148,10 +149,10 @@ class Stage:
 
     def _answer(self, run: Run) -> str:
         if self.result:
-            found = read(folder_of(run.path, self.result.format(judge=run.labels.judges[0])))
+            found = read(folder_of(run.path, self.result.format(judge=choose_judge([run], None))))
             return sentences_of(one_line(found.sentence))[0]
         if run.labels.judges:
-            return f"{named(run.labels.judges[0])} has labelled {len(run.turns):,} user turns"
+            return f"{named(choose_judge([run], None))} has labelled {len(run.turns):,} user turns"
         return f"{len(run.turns):,} user turns in {len(run.contexts):,} conversations"
 
 

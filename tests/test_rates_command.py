@@ -209,7 +209,7 @@ def test_turns_of_the_judges_fit_are_counted_in_a_note(run):
 
 
 def test_a_stratum_that_was_left_out_is_not_made_up_for(run, tmp_path):
-    sheet = export_sheet(run, 40, by="builtin", name="sheet")
+    sheet = export_sheet(run, 40, judge="builtin", name="sheet")
     write_sheet(run, sheet, tmp_path / "sheet")
     strata = {item: of["stratum"] for item, of in sheet.key["items"].items()}
     rows = [row | {"category": strata[row["item"]]} for row in sheet.rows]
@@ -226,7 +226,9 @@ def test_a_stratum_that_was_left_out_is_not_made_up_for(run, tmp_path):
 def test_labels_that_can_not_be_taken(run, rates):
     refused(rates(run.path, "--annotator", "anna"), "no labels by 'anna'")
     plant(run, "other")
-    refused(rates(run.path), "builtin, other", "--judge")
+    said = rates(run.path)
+    assert "labels by builtin, other: the built-in judge's count" in said.err
+    assert said.out.splitlines()[-1].endswith(f"report {run.path} --judge builtin")
     annotate(run)
     annotate(run, "ben")
     refused(rates(run.path, "--judge", "other"), "anna, ben", "--annotator")

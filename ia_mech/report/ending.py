@@ -11,14 +11,16 @@ TURNS = 3
 LISTED = 3  # most temperatures that are named one by one
 
 
-def ending(runs: Sequence[Run], names: Sequence[str]) -> Iterator[str]:
-    """The lines to print: each judged run's sentence, by its first judge, and turns of the first
-    run."""
-    judged = [(run, name) for run, name in zip(runs, names, strict=True) if run.labels.judges]
-    for run, name in judged:
-        yield (f"{name}: " if len(runs) > 1 else "") + sentence(run, run.labels.judges[0])
-    for run, _ in judged[:1]:
-        turns = labelled_turns(run, run.labels.judges[0], TURNS)
+def ending(
+    runs: Sequence[Run], names: Sequence[str], judges: Sequence[str | None]
+) -> Iterator[str]:
+    """The lines to print: each judged run's sentence, by its judge of ``judges``, and turns of the
+    first run."""
+    judged = [(*of, one) for *of, one in zip(runs, names, judges, strict=True) if one]
+    for run, name, judge in judged:
+        yield (f"{name}: " if len(runs) > 1 else "") + sentence(run, judge)
+    for run, _, judge in judged[:1]:
+        turns = labelled_turns(run, judge, TURNS)
         yield f"\nTurns with their labels ({RULE}):"
         yield from lines_of(turns)
 
