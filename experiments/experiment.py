@@ -59,6 +59,7 @@ from ia_mech.cli import (
 from ia_mech.display import Bar, Progress, console, with_style
 from ia_mech.errors import UserError
 from ia_mech.estimates import TidyEstimate, few_sources
+from ia_mech.rates.fit import marked
 from ia_mech.rates.gate import Gate
 from ia_mech.rates.load import JudgedTurns, open_runs
 from ia_mech.results import (
@@ -646,7 +647,7 @@ class Experiment(ABC):
         if {"temperature", "sample"} <= {*rows} and (sampled := rows["temperature"] > 0).any():
             samples["samples"] = int(rows.loc[sampled, "sample"].max()) + 1
         names = {str(run.path): run.name for run in used}  # no folders of this machine in files
-        return Result(
+        made = Result(
             name=self.name,
             question=self.question(),
             sentence=headline(sentence, found),
@@ -665,6 +666,7 @@ class Experiment(ABC):
             },
             files=self.files(),
         )
+        return marked(made, self.verdicts.record) if self.judged else made
 
 
 def flag(

@@ -76,6 +76,7 @@ from ia_mech.errors import UserError
 from ia_mech.estimates import all_datasets
 from ia_mech.likelihood.carried import CEILING
 from ia_mech.models.embedded import cache_dir, refuse_missing_model
+from ia_mech.rates.fit import highest, marked
 from ia_mech.rates.gate import named
 from ia_mech.rates.latent import LEAST, verdict
 from ia_mech.results import SHARE as AS_SHARE
@@ -311,9 +312,10 @@ def result(out: Path) -> Result:
     windows = strongest_windows(located.estimates, run.model["layers"], OPTIONS["level"])
     rates = read(folder_of(run.path, f"rates-{judge}"))
     places = [folder_of(run.path, name) for name in WHERE]
+    record = run.labels.record("judgements", judge)
     moved = [read(place).sentence for place in places if kind_of(place)]
     sentence = [
-        verdict(all_datasets(rates.estimates)),
+        verdict(all_datasets(rates.estimates), fit=highest(record)),
         f"Sampled turns of {run.model['name']} tell {told(BITS, OWN)} of {CEILING:.2f} bits about "
         f"which response they followed, greedy ones {told(BITS, OWN, 0.0)}.",
         f"{enough_alone(located.estimates)}{windows and f'; {windows}'}.",
@@ -329,7 +331,7 @@ def result(out: Path) -> Result:
         read(wording).control if kind_of(wording) else UNWORDED,
         rates.control,
     ]
-    return Result(
+    made = Result(
         name=NAME,
         question=QUESTION,
         sentence=headline(" ".join(sentence).strip(), found),
@@ -342,6 +344,7 @@ def result(out: Path) -> Result:
         notes=list(dict.fromkeys([*located.notes, *elicited.notes])),
         about={"kind": NAME, **about_runs([run], [judge])},
     )
+    return marked(made, record)
 
 
 def _bits_table(located: pd.DataFrame) -> Table:

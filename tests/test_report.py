@@ -124,7 +124,8 @@ def test_commands_of_missing_results_are_said_and_run(run, report):
     said = run.labelled("builtin").groupby("temperature")["follow_up"].sum().astype(int)
     assert ending[0] == (
         f"After 12 conversations, follow-ups are {said[0.0]} of 12 greedy user turns, {said[0.7]} "
-        f"of 24 sampled at T = 0.7, {said[1.0]} of 24 sampled at T = 1 (judge: builtin)."
+        f"of 24 sampled at T = 0.7, {said[1.0]} of 24 sampled at T = 1* (judge: builtin; *: "
+        "above its fit)."
     )
     assert ending[-2:] == [
         f"page: {run.path / 'report.html'}",

@@ -14,7 +14,6 @@ from ia_mech.judge.decoys import AFTER, SIBLING, WRONG
 from ia_mech.run.labels import BUILT_IN
 from ia_mech.stats import Estimate, dyadic_difference
 
-FITTED_TO = 0.7  # the highest temperature of turns that it was fitted on
 VERDICTS = ("own_follow_up", "follow_up")  # columns of decoys: after its own context, and there
 GATE_LEVEL = 0.95  # of the interval that decides
 PASSED, NOT_PASSED = "passed", "failed"

@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ia_mech.cli import shell_word
 from ia_mech.errors import UserError
 from ia_mech.judge.rubric import CANNOT_ASSESS, OUT_OF_ROLE, Rubric, rubric_of
 from ia_mech.judge.verdict import identity_hash
 from ia_mech.rates.evidence import DEPENDENT, dependent
-from ia_mech.rates.gate import BUILT_IN, FITTED_TO, VERDICTS, Gate, gate_of
+from ia_mech.rates.gate import VERDICTS, Gate, gate_of
 from ia_mech.run import Run
 from ia_mech.run.labelled import FAILED
 from ia_mech.run.labels import choose_judge
@@ -75,16 +74,6 @@ class JudgedTurns:
     def rubric(self) -> Rubric:
         """What the judge labels by."""
         return rubric_of(self.record)
-
-    @property
-    def above_fit(self) -> str:
-        """A sentence, without a full stop, on temperatures above those that the built-in judge was
-        fitted on; empty if there are none."""
-        above = sorted(t for t in self.turns["temperature"].unique() if t > FITTED_TO)
-        if not above or self.record.get("identity", {}).get("kind") != BUILT_IN:
-            return ""
-        those = " and ".join(f"T = {t:g}" for t in above)
-        return f"There are turns at {those}, above those of the built-in judge's fit"
 
     @cached_property
     def by_model(self) -> dict[tuple[str, str], Gate]:
@@ -148,9 +137,9 @@ def read_runs(
     """Read runs with their labels, and check that they can be reported together.
 
     The judge is that of :func:`ia_mech.run.labels.choose_judge`, and the annotator by default the
-    only one if there is one (:data:`NO_ANNOTATOR`: none). ``responses`` is as for :func:`restrict_responses`. ``by`` is a
-    field of the data: turns are then told apart by its values instead of by dataset. It may be
-    ``dataset`` itself.
+    only one if there is one (:data:`NO_ANNOTATOR`: none). ``responses`` is as for
+    :func:`restrict_responses`. ``by`` is a field of the data: turns are then told apart by its
+    values instead of by dataset. It may be ``dataset`` itself.
 
     Raises:
         UserError: as :func:`open_runs`; a judge or an annotator has to be named;
