@@ -25,7 +25,7 @@ from ia_mech.results import folder_of, read
 from ia_mech.run import Run
 
 CAVEAT = "A heuristic, 0.9 of the time right"
-ABOVE = "Temperatures with * are above the built-in judge's fit (T ≤ 0.7): there it may take"
+ABOVE = "Temperatures with * are above the built-in judge's fit (T ≤ 0.7)."
 RULES = {"identity": {"kind": "builtin"}, "caveat": CAVEAT}
 
 

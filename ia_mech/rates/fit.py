@@ -14,10 +14,8 @@ from ia_mech.results import Result
 from ia_mech.run.labels import BUILT_IN
 
 FITTED_TO = 0.7  # the highest temperature of turns that it was fitted on
-FOOTNOTE = (
-    "Temperatures with * are above the built-in judge's fit (T ≤ 0.7): there it may take nonsense "
-    "for a new topic."
-)
+FOOTNOTE = f"Temperatures with * are above the built-in judge's fit (T ≤ {FITTED_TO})."
+_NUMBER = re.compile(r"\d+(\.\d+)?")
 _NAMED = re.compile(r"\bT = (\d++(?:\.\d++)?+)(?!\*)")
 
 
@@ -64,10 +62,9 @@ def marked(result: Result, record: Mapping[str, Any]) -> Result:
 
 
 def _cell(head: str, cell: str, fit: float) -> str:
-    try:
-        return cell + "*" * (head == "T" and float(cell) > fit)
-    except ValueError:  # greedy, or all together
-        return starred(cell, fit)
+    if head == "T" and _NUMBER.fullmatch(cell):
+        return temperature(float(cell), fit)
+    return starred(cell, fit)
 
 
 def _mark(figure: Any, fit: float) -> None:
