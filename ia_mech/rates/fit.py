@@ -70,11 +70,10 @@ def _cell(head: str, cell: str, fit: float) -> str:
 def _mark(figure: Any, fit: float) -> None:
     """Stars in a figure's words: titles, legends and the names of ticks."""
     from matplotlib.text import Text
-    from matplotlib.ticker import FixedFormatter
 
     for text in figure.findobj(Text):
         text.set_text(starred(text.get_text(), fit))
-    for axes in figure.axes:
-        for formatter in (axes.xaxis.get_major_formatter(), axes.yaxis.get_major_formatter()):
-            if isinstance(formatter, FixedFormatter):
-                formatter.seq = [starred(name, fit) for name in formatter.seq]
+    for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
+        names = [one.get_text() for one in axis.get_ticklabels()]
+        if (marks := [starred(name, fit) for name in names]) != names:
+            axis.set_ticks(axis.get_ticklocs(), marks)
