@@ -5,9 +5,14 @@
 
 Labels are in ``docs/results/data/*/labels.parquet``. A query is in one fold, whatever study it is
 in; a turn of a fold is nowhere among those fitted on, whatever it is shown after.
+
+A last control is the shipped judge on paraphrases of the query (``paraphrases.toml``), which no
+wrong conversation can catch.
 """
 
 import argparse
+import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib.resources import files
 from pathlib import Path
@@ -18,6 +23,7 @@ from sklearn.decomposition import PCA
 from sklearn.linear_model import LogisticRegression
 from sklearn.svm import SVC
 
+from ia_mech.data.conversations import open_conversations
 from ia_mech.judge.builtin import CATEGORIES, MODEL, BuiltInJudge, Classifier
 from ia_mech.judge.builtin.features import settled, spoken
 from ia_mech.judge.verdict import Item
@@ -186,6 +192,19 @@ def show(title: str, labels: pd.DataFrame, odds: np.ndarray) -> None:
         print(f"  readers' follow-up rate where the probability is {said} ({len(some)} turns)")
 
 
+# -- paraphrases ----------------------------------------------------------------------------------
+
+
+def paraphrased() -> list[Item]:
+    """Built-in conversations, each with its query in other words as the turn."""
+    texts = tomllib.loads(Path(__file__).with_name("paraphrases.toml").read_text("utf-8"))
+    said = {one.id: one.messages for one in open_conversations("builtin")}
+    return [
+        Item(*(message["content"] for message in said[name][:2]), text)
+        for name, text in texts.items()
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--write", action="store_true", help="write the model of all labels")
@@ -200,6 +219,8 @@ def main() -> None:
     show("out of fold", labels, out_of_fold(data, folds(groups, OUTER, 0)))
     for what in ("study", "dataset"):
         show(f"fitted without the {what}", labels, out_of_fold(data, labels[what].to_numpy()))
+    said = Counter(verdict.category for verdict in BuiltInJudge().judge(paraphrased()))
+    print(f"\nparaphrases of the query ({said.total()}): {dict(said.most_common())}")
 
 
 if __name__ == "__main__":
