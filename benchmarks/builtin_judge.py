@@ -184,6 +184,8 @@ def show(title: str, labels: pd.DataFrame, odds: np.ndarray) -> None:
         both = 2 * some["readers"].to_numpy(int) + some["judge"].to_numpy(int)  # cell of a table
         found = interval(lambda rows, of=both: _kappa(of[rows]), some["group"].to_numpy())
         print(f"  κ, {name}: {found} ({len(some)} turns)")
+    repeats = own[own["category"] == "repeats_query"]["judge"]
+    print(f"  follow-ups: {own['judge'].sum()}; of {len(repeats)} repeated queries {repeats.sum()}")
     for (study, kind), some in table.groupby(["study", "kind"]):
         rates = f"judge {some['judge'].mean():.3f}, readers {some['readers'].mean():.3f}"
         print(f"  follow-up rate, {study}, {kind}: {rates} ({len(some)} turns)")

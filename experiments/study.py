@@ -384,7 +384,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--queries", whole_from(4), None, "(default: 60)", metavar="N")
     judge = "and its flags, as of ia-mech judge run: 'llm --model NAME' (default: builtin, English)"
     add("--judge", judge_words, None, judge, metavar="JUDGE")
-    turns = "turns per context and temperature (default: 4)"
+    turns = "turns per conversation and temperature (default: 4)"
     add("--samples", whole_from(1), None, turns, metavar="N")
     maps = f"of the stage locate: {', '.join(MAPS)} (default: {' '.join(USUAL_MAPS)})"
     add("--maps", str, None, maps, nargs="*", choices=MAPS, metavar="MAP")
@@ -446,7 +446,9 @@ def _study(args: argparse.Namespace) -> int | None:
             if args.quick
             else f"give --samples {APART}"
         )
-        raise UserError(f"--where takes {APART} turns a context; there are {args.samples}", more)
+        raise UserError(
+            f"--where takes {APART} turns a conversation; there are {args.samples}", more
+        )
     refuse_missing_model(args.model)  # before torch is loaded, which takes seconds
     from ia_mech.models.load import models_kept
 

@@ -132,7 +132,6 @@ def test_perturbed_contexts_do_not_decide():
 
 
 def test_counts_of_the_control_can_be_subtracted():
-    """Shares of 3 and 1 in 216 would be 0.01 and 0.00, and their difference 0.01."""
     n = 216
     pairs = pd.DataFrame({"perturbation": "none", "decoy": "wrong_conversation"}, index=range(n))
     pairs = pairs.assign(source=range(n), shown_source=np.roll(range(n), 1))

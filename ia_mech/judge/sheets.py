@@ -361,7 +361,7 @@ def export_command(args: argparse.Namespace) -> None:
     for stratum, count in key["strata"].items():
         print(f"  {heading(stratum):<24}{count['drawn']:>5} of {count['rows']:>6}")
     if decoys := len(key["items"]) - key["n"]:
-        print(f"  and {decoys} turns after contexts that they did not follow, as a control")
+        print(f"  and {decoys} turns after conversations that they did not follow, as a control")
     for file in files:
         print(f"sheet: {file}")
     print("open the .html, which needs no network, and import the table that it saves; or fill in")

@@ -177,7 +177,7 @@ def read_runs(
         return judged
     note = (
         f"{lost.sum()} of {len(lost)} decoys are left out: the judge gave no category to the decoy "
-        "or to the turn after its own context."
+        "or to the turn after its own conversation."
     )
     return replace(judged, notes=[*judged.notes, note])
 

@@ -258,7 +258,7 @@ def _gate_table(gates: list[Gate]) -> Table:
                 rows.append([name, AFTER[one.kind], str(one.decoys), *numbers, one.verdict])
     return Table(
         "turns that the judge is shown after what they did not follow",
-        ["counted", "shown after", "turns", OWN, THERE, "excess", "gate"],
+        ["counted", "shown after", "times shown", OWN, THERE, "excess", "gate"],
         rows,
         "Gate: passed if the excess is shown to be larger than the floor (follow-ups there), "
         "failed if it is shown to be smaller, else undecided. After another response the excess "
@@ -310,7 +310,7 @@ def _floor_table(rows: pd.DataFrame, kind: str) -> Table:
         "excess": ("excess", "+.2f"),
     }
     title = f"follow-ups among turns that are shown after {AFTER[kind]}"
-    return table_of(title, own, heads, LINES, rows="turns", pooled="all", full=True)
+    return table_of(title, own, heads, LINES, rows="times shown", pooled="all", full=True)
 
 
 def _profile_tables(of_turns: pd.DataFrame) -> list[Table]:
