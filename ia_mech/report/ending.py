@@ -17,7 +17,8 @@ def ending(
 ) -> Iterator[str]:
     """The lines to print: each judged run's sentence, by its judge of ``judges``, and turns of the
     first run."""
-    judged = [(*of, one) for *of, one in zip(runs, names, judges, strict=True) if one]
+    every = zip(runs, names, judges, strict=True)
+    judged = [(run, name, judge) for run, name, judge in every if judge is not None]
     for run, name, judge in judged:
         yield (f"{name}: " if len(runs) > 1 else "") + sentence(run, judge)
     for run, _, judge in judged[:1]:
