@@ -28,8 +28,7 @@ from ia_mech.judge.judging import (
 from ia_mech.judge.rubric import Rubric, heading, read_rubric
 from ia_mech.judge.shown import RULE, labelled_turns, lines_of
 from ia_mech.judge.verdict import JUDGED, Item, Judge, identity_hash
-from ia_mech.rates.evidence import result_folders
-from ia_mech.results import read
+from ia_mech.results import folders_of, read
 from ia_mech.run import Run
 from ia_mech.untrusted import parse_json
 
@@ -96,7 +95,8 @@ def remove_labels(args: argparse.Namespace) -> None:
     kind, name = (
         ("judgements", args.judge) if args.judge is not None else ("annotations", args.annotator)
     )
-    rest = [at for at in result_folders(run) if name in read(at).about.get("labellers", ())]
+    folders = folders_of(run.path, run.identity_digest, [run.path.resolve().parent])
+    rest = [at for at in folders if name in read(at).about.get("labellers", ())]
     run.labels.remove(kind, name)
     print(f"removed the {kind} of {name}")
     for folder in rest:
