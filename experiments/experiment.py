@@ -41,6 +41,7 @@ from experiments.figures import Drawing
 from experiments.parts import keep, kept
 from experiments.tables import estimates_of, headline, print_plan, sentence_of, too_few
 from ia_mech.cli import (
+    JUDGE_HELP,
     RUN,
     Parser,
     add_intervals,
@@ -58,6 +59,7 @@ from ia_mech.cli import (
 from ia_mech.display import Bar, Progress, console, with_style
 from ia_mech.errors import UserError
 from ia_mech.estimates import TidyEstimate, few_sources
+from ia_mech.rates.fit import marked
 from ia_mech.rates.gate import Gate
 from ia_mech.rates.load import JudgedTurns, open_runs
 from ia_mech.results import (
@@ -525,8 +527,7 @@ class Experiment(ABC):
             "runs", nargs="+", type=run_folder, metavar="RUN", help="a run's folder"
         )
         if cls.judged:
-            judge = "whose labels (default: the only judge)"
-            parser.add_argument("--judge", metavar="NAME", help=judge)
+            parser.add_argument("--judge", metavar="NAME", help=JUDGE_HELP)
         if cls.queries_used is not None:
             least, what = whole_from(2), "at most N queries, drawn by --seed"
             flag(parser, "--queries", least, cls.queries_used, what, metavar="N")
@@ -664,7 +665,7 @@ class Experiment(ABC):
         if {"temperature", "sample"} <= {*rows} and (sampled := rows["temperature"] > 0).any():
             samples["samples"] = int(rows.loc[sampled, "sample"].max()) + 1
         names = {str(run.path): run.name for run in used}  # no folders of this machine in files
-        return Result(
+        made = Result(
             name=self.name,
             question=self.question(),
             sentence=headline(sentence, found),
@@ -683,6 +684,7 @@ class Experiment(ABC):
             },
             files=self.files(),
         )
+        return marked(made, self.verdicts.record) if self.judged else made
 
 
 def flag(

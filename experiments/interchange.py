@@ -298,10 +298,10 @@ class Interchange(Experiment):
         every_donor = self.donors[list(ARMS)].stack()
         most, given = every_donor.value_counts().max(), self.contexts["source"][every_donor]
         self.notes.append(
-            f"{len(self.contexts)} of {len(every)} judged contexts are finished and have a greedy "
-            f"turn that isn't {self.outcome}; {len(self.donors)} of {len(self.queries)} "
+            f"{len(self.contexts)} of {len(every)} judged conversations are finished and have a "
+            f"greedy turn that isn't {self.outcome}; {len(self.donors)} of {len(self.queries)} "
             "queries have such a recipient with donors. The donors are of "
-            f"{given.nunique()} queries; a context is one at most {most} times."
+            f"{given.nunique()} queries; a conversation is one at most {most} times."
         )
 
     @cached_property

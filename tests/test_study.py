@@ -152,7 +152,7 @@ def test_a_plan_names_stages_and_time_and_hours_choose_what_fits(tiny_model_dir,
     assert fewer.samples == 16 and 12 < fewer.queries < 60
     assert sum(study.seconds_of(one, 500, 50) for one in study.stages(fewer)) <= 3600 * args.hours
     for words in (["m", "--where"], ["m", "--where", "--quick"]):
-        assert "--where takes 16 turns a context" in refusal(call(study.main, words, capfd))
+        assert "--where takes 16 turns a conversation" in refusal(call(study.main, words, capfd))
     args = study.with_defaults(study.build_parser().parse_args(["m", "--hours", "1"]))
     whole = sum(study.seconds_of(one, 500, 50) for one in study.stages(args))
     args.hours = whole / 3600 / 2

@@ -11,10 +11,9 @@ import pandas as pd
 
 from ia_mech.data.conversations import UNPERTURBED
 from ia_mech.judge.decoys import AFTER, SIBLING, WRONG
+from ia_mech.run.labels import BUILT_IN
 from ia_mech.stats import Estimate, dyadic_difference
 
-BUILT_IN = "builtin"  # the name of the built-in judge
-FITTED_TO = 0.7  # the highest temperature of turns that it was fitted on
 VERDICTS = ("own_follow_up", "follow_up")  # columns of decoys: after its own context, and there
 GATE_LEVEL = 0.95  # of the interval that decides
 PASSED, NOT_PASSED = "passed", "failed"
@@ -85,24 +84,25 @@ class Gate:
         if self.decoys:
             whose = f" of {self.model}" if self.model else ""
             found += [
-                f"Over all temperatures together, it calls {self._share(self.rate)} turns{whose} "
-                f"follow-ups, and {self._share(self.floor)} if it sees them after {AFTER[WRONG]} "
-                "(the floor); the excess is the rate minus the floor.",
+                f"Over all temperatures together, it calls {self.count(self.rate)} of the "
+                f"{self.decoys} turns{whose} follow-ups, and {self.count(self.floor)} of them if "
+                f"it sees them after {AFTER[WRONG]} (the floor); the excess is the rate minus the "
+                "floor.",
                 "The gate passes if the excess is shown to be larger than the floor: excess minus "
                 f"floor is {self.margin.text(sign=True)}.",
             ]
-        if self.siblings is not None and self.siblings.decoys:
+        if (siblings := self.siblings) is not None and siblings.decoys:
             found.append(
-                f"After another response to the same query, the judge calls "
-                f"{self.siblings._share(self.siblings.floor)} turns follow-ups: an excess of "
-                f"{self.siblings.excess.text(sign=True)}."
+                "Turns were also shown after other responses to their queries, "
+                f"{siblings.decoys} times: {siblings.count(siblings.floor)} times it called them "
+                f"follow-ups, and {siblings.count(siblings.rate)} times after their own response, "
+                f"an excess of {siblings.excess.text(sign=True)}."
             )
         return found
 
-    def _share(self, rate: float) -> str:
-        """How many of the decoys' turns; a rate, unless queries are few."""
-        of = f"{round(rate * self.decoys)}" if self.excess.few else f"{rate:.2f}"
-        return f"{of} of {self.decoys}"
+    def count(self, rate: float) -> int:
+        """How many decoys a rate is: counts can be subtracted, unlike rounded rates."""
+        return round(rate * self.decoys)
 
     @property
     def decided(self) -> str:
