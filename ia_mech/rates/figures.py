@@ -5,11 +5,13 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ia_mech.display import COLOURS, draw_points, link_of, title_axes, with_style
+from ia_mech.cli import one_line
+from ia_mech.display import COLOURS, draw_points, draw_rows, link_of, title_axes, with_style
 from ia_mech.estimates import all_datasets
 from ia_mech.judge.decoys import WRONG
 from ia_mech.judge.rubric import heading
 from ia_mech.rates.gate import Gate
+from ia_mech.results import LEAST_SHOWN
 
 LINES = {  # quantities of the left panel: label, colour
     "rate": ("follow-ups", COLOURS[0]),
@@ -60,6 +62,32 @@ def draw_rates(estimates: pd.DataFrame, title: str) -> Figure:
         "same turns that it calls follow-ups after a wrong conversation), and the difference of "
         "the two, with their intervals. Right: the share of turns in each category. Turns that the "
         "judge could not assess, or failed on, are left out."
+    )
+    return figure
+
+
+@with_style
+def draw_by(estimates: pd.DataFrame, title: str) -> Figure:
+    """The follow-up rate at each value of a field: a row per value, a colour per temperature.
+
+    Args:
+        estimates: of :func:`ia_mech.rates.compute.estimates`, of one model and perturbation; their
+            ``dataset`` is the field's value.
+        title: of the figure.
+    """
+    rates = estimates[(estimates["quantity"] == "rate") & (estimates["outcome"] == "follow_up")]
+    rates = rates.sort_values("dataset", kind="stable")
+    few = rates["sources"] < LEAST_SHOWN
+    rates = rates.assign(
+        line=rates["dataset"].map(lambda value: one_line(value, 40)),
+        colour=[f"T = {t:g}" if t else "greedy" for t in rates["temperature"]],
+        low=rates["low"].mask(few),
+        high=rates["high"].mask(few),
+    )
+    figure = draw_rows(title, "share of turns that are follow-ups", rates)
+    figure.set_label(
+        "Each point is a follow-up rate, and the line through it is its interval. A point is "
+        f"hollow where fewer than {LEAST_SHOWN} queries give no interval."
     )
     return figure
 
