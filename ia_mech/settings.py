@@ -374,8 +374,8 @@ class Settings:
         words = [f"{program()} sample"]
         for one in fields(self):
             value, flag = getattr(self, one.name), one.metadata["flag"]
-            usual = BATCH_ROWS.get(device) if one.name == "batch_rows" else None
-            if value in (usual, getattr(Settings(), one.name)):
+            usual = getattr(Settings(), one.name)
+            if value == usual or (one.name == "batch_rows" and value == BATCH_ROWS.get(device)):
                 continue
             if one.name == "chat_template":  # by its name, if it is a shipped one
                 value = {text: name for name, text in _shipped_templates().items()}.get(

@@ -356,10 +356,8 @@ def _figures(whole: pd.DataFrame, each: pd.DataFrame, judged: JudgedTurns) -> di
         model, weights, perturbation = subject
         gate = judged.by_model[model, weights]
         more = "" if perturbation == "none" else f", {perturbation}"
-        name, judge = (
-            one_line(model, 40) + more,
-            f"\njudge {gate.judge}, gate over all T: {gate.word}",
-        )
+        name = f"{one_line(model, 40)}{more}"
+        judge = f"\njudge {gate.judge}, gate over all T: {gate.word}"
         numbered = "" if number == 1 else f"-{number}"
         if judged.by is not None:
             field, own = one_line(judged.by, 40), each[matching(each, _subject(of))]

@@ -270,7 +270,8 @@ def commands(runs: Sequence[Run], cards: Sequence[Card]) -> list[str]:
     """The commands that sampled the runs, and those that made the results and keep theirs. A run
     is named without its folder."""
     words = [
-        Settings.read(run.settings).command(Path(run.name), run.model["device"]) for run in runs
+        Settings.read(run.settings).command(Path(run.name), run.model.get("device", ""))
+        for run in runs
     ]
     sampled = [f"ia-mech{one.removeprefix(program())}" for one in words]  # no path of this machine
     answers = (answer for card in cards for answer in card.answers)
