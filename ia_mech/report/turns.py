@@ -204,7 +204,10 @@ def _changed(
     own = [name for name in contexts if name.startswith("field ") and name not in whole]
     contexts = contexts.drop(columns=own)  # how it was changed, which its condition says
     turns = turns.drop(columns=[name for name in turns if name.endswith(ON_UNPERTURBED)])
-    return contexts, _joined(turns, table, {FITS_ORIGINAL: FITS_ORIGINAL})
+    turns = _joined(turns, table, {FITS_ORIGINAL: FITS_ORIGINAL})
+    return contexts, turns.assign(
+        **{FITS_ORIGINAL: turns[FITS_ORIGINAL].where(turns["decoy"] == "")}
+    )
 
 
 def _labels(rows: pd.DataFrame, judge: str, follow_ups: Sequence[str] = ()) -> pd.DataFrame:
