@@ -30,12 +30,13 @@ from benchmarks.sampling.limits import plain, product_seconds, reordered
 from benchmarks.sampling.measure import setting
 from benchmarks.sampling.workload import POSITIONS, Size, Task, Workload
 from ia_mech.cli import Parser, run_command, whole_from
-from ia_mech.collect.parts import BATCH_ROWS, PARTS, part_count
+from ia_mech.collect.parts import PARTS, part_count
 from ia_mech.engine.decode import Row, decode
 from ia_mech.engine.sampling import stream_key
 from ia_mech.engine.state import Prefix, prefill_all
 from ia_mech.engine.workers import Crew, compute_in_workers, usable_cores
 from ia_mech.models import embedded
+from ia_mech.settings import BATCH_ROWS
 
 TEMPERATURES, SAMPLES = (0.7, 1.0, 1.3), 4
 ROWS = 1 + len(TEMPERATURES) * SAMPLES

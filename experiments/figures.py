@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from ia_mech.display import by_colour, draw_line, draw_points, list_names, new_axes
+from ia_mech.display import by_colour, draw_line, draw_rows, new_axes
 from ia_mech.estimates import ALL, with_shown_intervals
 from ia_mech.results import label_of
 from ia_mech.stats import LEAST_SHOWN
@@ -101,19 +101,7 @@ class Bars:
         rows = with_shown_intervals(self.rows).assign(
             line=_labels(self.rows, [self.names]), colour=_labels(self.rows, told)
         )
-        lines, colours = _values(rows["line"]), _values(rows["colour"])
-        figure, axes = new_axes(self.title, self.x, size=(7, 1.4 + 0.4 * len(lines)))
-        for number, (colour, (name, own)) in enumerate(by_colour(rows, "colour")):
-            beside = (number - (len(colours) - 1) / 2) * 0.8 / max(len(colours), 2)
-            at = np.array([lines.index(one) + beside for one in own["line"]])
-            hollow = own["low"].isna().to_numpy()
-            look: dict[str, Any] = {"lying": True, "color": colour}
-            draw_points(axes, at[~hollow], own[~hollow], label=name, **look)
-            draw_points(axes, at[hollow], own[hollow], mfc="white", **look)
-        axes.axvline(0.0, color="0.3", lw=0.8)
-        list_names(axes, lines)
-        if len(colours) > 1:
-            axes.legend(loc="upper left", bbox_to_anchor=(1, 1))  # where it hides no interval
+        figure = draw_rows(self.title, self.x, rows)
         figure.set_label(
             "Each point is an estimate, and the line through it is its interval. Of many intervals "
             "some miss 0 by chance: an effect is shown only where its corrected p in the table is "

@@ -51,6 +51,7 @@ from ia_mech.estimates import (
 )
 from ia_mech.judge.judging import ON_UNPERTURBED
 from ia_mech.rates.compute import differences, rates
+from ia_mech.rates.evidence import FITS_ORIGINAL, UNCHANGED
 from ia_mech.results import Table
 from ia_mech.run import Run
 from ia_mech.run.queries import Query, queries_of, unfinished_text
@@ -65,7 +66,7 @@ CONDITIONS = {  # → the header that is opened
     HEADER_ASSISTANT: "assistant",
 }
 NAMES = {  # of conditions, as tables, figures and notes show them
-    UNPERTURBED: "unchanged",
+    UNPERTURBED: UNCHANGED,
     REMOVE: "no response (remove)",
     SWAP: "another query's response (swap)",
     TRUNCATE: "first half of the response (truncate)",
@@ -84,7 +85,6 @@ CHANGES = {  # of the response, as sentences begin
     CONTRADICT: "Contradicting the response's answer",
 }
 STREAM = -3  # of the draws; samples have streams of their own
-FITS_ORIGINAL = "follow_up_to_original"  # the outcome: also a follow-up to the unchanged response
 RATE, DIFFERENCE = "rate", "difference"
 BITS = "log p of real follow-ups, bits"
 MINUS = "minus unchanged"
@@ -374,7 +374,8 @@ class Perturbations(Experiment):
         return made
 
     def data(self, rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
-        return {"turns": rows.drop(columns="source").astype({"condition": object})}
+        rows = rows.drop(columns="source").astype({"condition": object})
+        return {"turns": rows.assign(change=rows["condition"].map(NAMES))}
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         rates, bits = only(found, DIFFERENCE), only(found, BITS_DIFFERENCE)

@@ -38,7 +38,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "0.
 FIGURE_FORMATS = ("png", "svg", "pdf")  # each figure is written in all of them
 
 # Columns of estimates that say which turns are behind a mark; the mark's link names their values.
-LINKED = ("model", "run", "dataset", "temperature", "category", "decoy")
+LINKED = ("model", "run", "dataset", "temperature", "category", "decoy", "condition")
 SECONDS = 10.0  # after which a log file gets another line about a phase
 REACH = 8.0  # points to each side of a mark within which a click hits it
 
@@ -235,6 +235,26 @@ def draw_points(
     across, up = (value, at) if lying else (at, value)
     axes.errorbar(across, up, xerr=reach if lying else None, yerr=None if lying else reach, **style)
     _link(axes, across, up, rows)
+
+
+def draw_rows(title: str, across: str, rows: pd.DataFrame) -> Figure:
+    """A figure of estimates as points with their intervals. Those with the same ``line`` stand in a
+    row of that name, from top to bottom as they first appear. Those with the same ``colour``, also
+    a name, have one. An estimate without an interval is a hollow point."""
+    lines, colours = list(rows["line"].unique()), list(rows["colour"].unique())
+    figure, axes = new_axes(title, across, size=(7, 1.4 + 0.4 * len(lines)))
+    for number, (colour, (name, own)) in enumerate(by_colour(rows, "colour")):
+        beside = (number - (len(colours) - 1) / 2) * 0.8 / max(len(colours), 2)
+        at = own["line"].map(lines.index).to_numpy(dtype=float) + beside
+        hollow = own["low"].isna().to_numpy()
+        look: dict[str, Any] = {"lying": True, "color": colour}
+        draw_points(axes, at[~hollow], own[~hollow], label=name, **look)
+        draw_points(axes, at[hollow], own[hollow], mfc="white", **look)
+    axes.axvline(0.0, color="0.3", lw=0.8)
+    list_names(axes, lines)
+    if len(colours) > 1:
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))  # where it hides no interval
+    return figure
 
 
 def link_of(**about: Any) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from judging import plant
+from test_perturbations import folder, plain
 from test_report import CATEGORIES, HOSTILE, hostile, judged, no_tokenizer, unpacked
 
 from ia_mech.judge.__main__ import main as judge_main
@@ -34,7 +35,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed"),
 ]
-__all__ = ["judged", "no_tokenizer"]  # fixtures of the report's tests
+__all__ = ["folder", "judged", "no_tokenizer", "plain"]  # fixtures of other tests
 
 
 @pytest.fixture(scope="module")
@@ -206,6 +207,43 @@ def test_a_mark_of_a_figure_leads_to_its_turns_and_words_say_what_they_mean(
     assert page.locator(f"{word.get_attribute('href')}").is_visible()
 
 
+def test_a_row_of_a_changed_condition_leads_to_its_turns(plain, folder, opened):
+    turns = pd.read_parquet(folder / "turns.parquet")
+    page = opened(render_report([plain], [folder]))
+    assert choice(page, "condition") == "unchanged"
+    assert counted(page)[1] == len(plain.generations)
+    name = "no response (remove)"
+    page.evaluate("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
+    assert page.locator("td a[href*='condition=unchanged']").count() > 0
+    row = page.locator("td a[href*='condition=no+response']").first
+    place = dict(parse_qsl(row.get_attribute("href")[1:]))
+    row.click()
+    at = 0.0 if place["temperature"] == "greedy" else float(place["temperature"][4:])
+    wanted = turns[(turns["condition"] == "remove") & (turns["temperature"] == at)]
+    assert choice(page, "condition") == name and counted(page)[1] == len(wanted) > 0
+    option(page, "follow-up to the unchanged response", "no")
+    assert counted(page)[1] == (wanted["follow_up_to_original"] == 0).sum()
+    context = wanted["context_id"].iloc[0]
+    page.evaluate("(id) => { location.hash = new URLSearchParams({context: id}); }", context)
+    page.wait_for_function("document.activeElement.className === 'context'")
+    assert page.evaluate("document.activeElement.ariaLabel") == context
+
+
+def test_a_point_of_a_field_s_value_leads_to_its_turns(judged, opened, monkeypatch, pictures):
+    topics = ["maths", "art"] * (len(judged.contexts) // 2)
+    metadata = pd.DataFrame({"topic": topics}, pd.Index(judged.contexts["context_id"]))
+    monkeypatch.setattr(Run, "metadata", metadata)
+    assert rates_main([str(judged.path), "--by", "topic"]) == 0
+    page = opened(render_report([judged]))
+    mark = page.locator(".plot a[href*='topic=art']").first
+    mark.focus()
+    page.keyboard.press("Enter")
+    assert choice(page, "data: topic") == "art"
+    at = judged.generations["temperature"] == 0
+    if choice(page, "temperature") == "greedy":
+        assert counted(page)[1] == at.sum() / 2
+
+
 def test_what_passes_is_exported(judged, opened, tmp_path):
     page = opened(render_report([judged]))
     option(page, "category", "follow-up")
@@ -360,7 +398,7 @@ def many(contexts: int, turns: int) -> tuple[pd.DataFrame, pd.DataFrame]:
     about = pd.DataFrame({"context_id": ids, "run": 0, "dataset": "d", "response_index": None})
     about["query"] = [f"What is {n}?" for n in range(contexts)]
     about["response"] = [f"{n} is a number. " * 20 for n in range(contexts)]
-    about["response_unfinished"] = False
+    about["response_unfinished"], about["condition"] = False, "unchanged"
     about[["real_follow_up", "answer", "before", "after"]] = ""
     about["field topic"] = [["maths", "art"][n % 2] for n in range(contexts)]
     about["first"] = [[["A", 0.5], ["The", 0.25]]] * contexts

@@ -13,6 +13,7 @@ import scored
 from conftest import Silent
 from runs import sampled
 from shell import call, files, refusal, worked
+from test_report import no_tokenizer, unpacked
 
 from experiments import changes
 from experiments.changes import (
@@ -31,6 +32,7 @@ from experiments.perturbations import (
     CONDITIONS,
     DIFFERENCE,
     FITS_ORIGINAL,
+    NAMES,
     RATE,
     Perturbations,
     apply_condition,
@@ -42,10 +44,13 @@ from ia_mech.data.conversations import HEADERS, Conversation, open_conversations
 from ia_mech.display import Quiet
 from ia_mech.judge import builtin_judge
 from ia_mech.judge.judging import ON_UNPERTURBED, items_of, label_run
+from ia_mech.rates.evidence import UNCHANGED
+from ia_mech.report.__main__ import render_report
 from ia_mech.run import Run
 from ia_mech.settings import Settings
 from ia_mech.stats import cluster_mean, holm, paired_difference
 
+__all__ = ["no_tokenizer"]  # a fixture of the report's tests
 DECODING = {"temperatures": (0.5, 1.0), "samples": 3, "max_new_tokens": 5}
 CHATS = [one | {"of": "plain"} for one in scored.CONVERSATIONS]
 
@@ -479,3 +484,24 @@ def test_every_condition_leaves_all_but_the_response_and_the_header(builtin, tmp
     assert list(open_conversations(str(file))) == made
     assert apply_condition(builtin[1].with_response("One."), "shuffle", rng()) is None
     assert apply_condition(builtin[1].with_response(""), "remove", rng()) is None
+
+
+def test_turns_after_changed_conversations_are_on_the_page(plain, folder, run, turns):
+    data = unpacked(render_report([plain], [folder]))
+    contexts, on_page = data["contexts"], data["turns"]
+    shown = pd.DataFrame({"id": contexts["id"], "condition": contexts["condition"]})
+    changed = shown[shown["condition"] != UNCHANGED]
+    assert set(changed["id"]) == set(run.contexts["context_id"])
+    assert set(changed["condition"]) == {NAMES[one] for one in run.contexts["perturbation"]}
+    assert list(data["turns"]["labels"]) == ["builtin"] and data["runs"] == [plain.model["name"]]
+    assert set(contexts["fields"]) == set(plain.groups)
+    fits = pd.Series(on_page["follow_up_to_original"], dtype=float)
+    after = pd.Series(on_page["context"]).isin(changed.index)
+    assert fits[~after].isna().all()
+    wanted = turns.loc[turns["condition"] != "none", FITS_ORIGINAL]
+    assert fits.sum() == wanted.sum() and fits.count() == wanted.count()
+    shutil.copytree(folder, away := folder.with_name("away"))
+    shutil.rmtree(away / "conditions")  # as on a machine that has the results alone
+    page = render_report([plain], [away])
+    assert set(unpacked(page)["contexts"]["condition"]) == {UNCHANGED}
+    assert "data-elsewhere" in page

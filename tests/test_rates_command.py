@@ -117,6 +117,9 @@ def test_a_field_of_the_data_tells_rates_apart(run, rates):
     run.unanswered = 2, 14  # as if the model had written responses
     made = result(read_runs([run], by="topic"))
     assert any("2 of 14 queries of run have too few finished" in note for note in made.notes)
+    assert list(made.figures) == ["by field", "rates"]
+    names = [text.get_text() for text in made.figures["by field"].axes[0].get_yticklabels()]
+    assert names == ["maths", "–"]
     assert made.name == "rates-builtin-by-topic" and made.question.endswith(", by topic?")
     table = made.tables[0]
     assert table.title.startswith("follow-up rates by topic") and table.columns[0] == "topic"

@@ -92,6 +92,13 @@ def test_a_chat_template_is_its_text_wherever_it_was_read(tmp_path):
     assert " --chat-template plain " in Settings(chat_template="plain").command(tmp_path)
 
 
+def test_a_command_names_batch_rows_only_if_they_are_unusual_for_the_device(tmp_path):
+    usual, other = (Settings(batch_rows=rows, limit=None) for rows in (96, 95))
+    assert usual.command(tmp_path, "cpu").endswith(f" sample --limit all --out {tmp_path}")
+    assert " --batch-rows 95 " in other.command(tmp_path, "cpu")
+    assert " --batch-rows 96 " in usual.command(tmp_path, "cuda")
+
+
 def test_the_settings_chat_template_is_used_whoever_loaded_the_model(tiny_subject):
     chat = build_chat(Settings(chat_template="plain"), tiny_subject.files)
     assert "User:" in chat.header_text and "User:" not in tiny_subject.tokenizer.chat_template

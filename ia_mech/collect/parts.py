@@ -12,11 +12,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from ia_mech.run import layout
-from ia_mech.settings import Settings, Shard
+from ia_mech.settings import BATCH_ROWS, Settings, Shard
 
-# Rows decoded together. One core's matrix products are nearly at their best with these; a GPU's
-# number is an estimate.
-BATCH_ROWS = {"cpu": 96, "cuda": 1024}
 RESPONSES = 16  # fewer responses together cost as much: reading the weights is what takes the time
 # A part of contexts has so many times the rows that are decoded together, and the others wait. Most
 # turns are short and a few long: a GPU's step takes as long for the last rows as for a thousand.

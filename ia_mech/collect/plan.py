@@ -17,7 +17,7 @@ from ia_mech import __version__
 from ia_mech.chat.format import ChatContext, ChatFormat, TurnIds
 from ia_mech.chat.headers import context_and_real_follow_up
 from ia_mech.collect.data_read import what_was_read
-from ia_mech.collect.parts import BATCH_ROWS, plan_parts
+from ia_mech.collect.parts import plan_parts
 from ia_mech.data.conversations import Conversation, ConversationSource
 from ia_mech.engine.check import TOKENS
 from ia_mech.errors import UserError
@@ -32,7 +32,7 @@ from ia_mech.models.load import (
 )
 from ia_mech.run import Run, integrity, layout
 from ia_mech.run.writer import refuse_another
-from ia_mech.settings import Settings, flag_of
+from ia_mech.settings import BATCH_ROWS, Settings, flag_of
 from ia_mech.steering import SteeringVector
 
 Rendered = tuple[ChatContext, TurnIds | None]  # a context, and its real follow-up

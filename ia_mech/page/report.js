@@ -4,6 +4,7 @@ const SHOWN_AFTER = ["its own conversation", "a wrong conversation", "a sibling 
 const DECOYS = [null, "wrong_conversation", "sibling"]; // as results name them
 const DECOY = [null, "decoy: this is a wrong conversation for it",
   "decoy: this response is a sibling of its own"];
+const UNCHANGED = "unchanged"; // the condition of a conversation that no experiment changed
 const CONTEXTS = 10; // on a page
 const DRAWN = 20; // turns in a random draw
 
@@ -81,6 +82,11 @@ unpacked().then((data) => {
   }
   choice("temperature", valuesOf(upwards(turns.temperature), (i) => turns.temperature[i], temperature));
   choice("drawn tokens", valuesOf(upwards(turns.drawn), (i) => turns.drawn[i], (k) => k || "all"));
+  choice("condition", valuesOf(contexts.condition, ofContext("condition")), UNCHANGED);
+  const fits = turns.follow_up_to_original; // of turns after changed conversations
+  if (fits) {
+    choice("follow-up to the unchanged response", [["yes", (i) => fits[i] === 1], ["no", (i) => fits[i] === 0]]);
+  }
   choice("run", valuesOf(contexts.run, ofContext("run"), (k) => data.runs[k]));
   choice("dataset", valuesOf(upwards(contexts.dataset), ofContext("dataset"), (k) => data.datasets[k]));
   choice("response", valuesOf(upwards(contexts.response_index.filter((k) => k !== null)), ofContext("response_index")));
@@ -183,6 +189,7 @@ unpacked().then((data) => {
       return el("span", { class: yes ? "follow-up" : "" }, (yes ? "✓ " : "") + data.headings[category[i]]
         + (score[i] === null ? "" : `, p(follow-up) ${score[i].toFixed(2)}`) + byJudge(judge));
     });
+    if (fits && fits[i] !== null) labels.push(`${fits[i] ? "✓ a" : "no"} follow-up to the unchanged response`);
     if (turns.decoy[i]) labels.push(DECOY[turns.decoy[i]]);
     if (bits && bits[i] !== null) labels.push(`${bits[i].toFixed(2)} bits`);
     if (turns.logprob[i] !== null) why.push(`log p ${turns.logprob[i].toFixed(1)} at T = 1`);
@@ -218,6 +225,7 @@ unpacked().then((data) => {
     const place = new URLSearchParams({ context: contexts.id[c], ...(several && { run: contexts.run[c] }) });
     const about = [data.datasets[contexts.dataset[c]]];
     if (contexts.response_index[c] !== null) about.push(`response ${contexts.response_index[c]}`);
+    if (contexts.condition[c] !== UNCHANGED) about.push(`changed: ${contexts.condition[c]}`);
     if (contexts.unfinished[c]) about.push("unfinished");
     for (const [name, values] of Object.entries(contexts.probes)) {
       if (values[c] !== null) about.push(`${name} predicts ${values[c].toFixed(2)}`);
@@ -310,8 +318,8 @@ unpacked().then((data) => {
       }));
       return JSON.stringify({
         run: data.runs[contexts.run[c]], dataset: data.datasets[contexts.dataset[c]],
-        context_id: contexts.id[c], temperature: turns.temperature[i], drawn_tokens: turns.drawn[i] || "all",
-        shown_after: SHOWN_AFTER[turns.decoy[i]],
+        context_id: contexts.id[c], condition: contexts.condition[c], temperature: turns.temperature[i],
+        drawn_tokens: turns.drawn[i] || "all", shown_after: SHOWN_AFTER[turns.decoy[i]],
         query: contexts.query[c], response: contexts.response[c], user_turn: turns.text[i], labels,
         log_p: turns.logprob[i], bits: bits && bits[i],
       });
@@ -340,6 +348,8 @@ unpacked().then((data) => {
     const c = contexts.id.findIndex((id, k) => id === place.get("context") && contexts.run[k] === run);
     if (c >= 0 && !found.includes(c)) {
       form.reset();
+      const condition = form.elements.namedItem("condition");
+      if (condition) condition.value = contexts.condition[c];
       filter();
     }
     const k = found.indexOf(c);
@@ -366,7 +376,8 @@ unpacked().then((data) => {
   const values = (name) => [...(form.elements.namedItem(name)?.options || [])].map((o) => o.value);
   const link = (place, ...content) => el("a", { href: `#${new URLSearchParams(place)}` }, ...content);
 
-  function placeOf(pairs, judge) {
+  function placeOf(pairs, { judge: ofSide, by }) {
+    const judge = ofSide || judges[0];
     const place = {}, row = new Map(pairs), category = `category${byJudge(judge)}`;
     const heading = (cell) => data.headings[data.categories.indexOf(cell)] || cell;
     if (row.get("quantity") === "excess") return {}; // compares turns with decoys
@@ -377,9 +388,10 @@ unpacked().then((data) => {
       const at = ["T", "temperature"].includes(head) && cell ? Number(cell === "greedy" ? 0 : cell.replace("*", "")) : NaN; // * above the judge's fit
       const sampled = values("temperature");
       if (!isNaN(at) && sampled.length && !sampled.includes(temperature(at))) return {}; // the page has no such turns
-      const field = `data: ${head}`; // a field by whose values rates are grouped
+      if (head === "condition" && !values(head).includes(cell)) return {};
+      const field = `data: ${head === "dataset" && by ? by : head}`; // a field by whose values rates are grouped
       const wanted = {
-        temperature: temperature(at), [field]: cell, dataset: values(field).length ? "" : cell, run: cell,
+        temperature: temperature(at), condition: head === "condition" && cell, [field]: cell, dataset: values(field).length ? "" : cell, run: cell,
         [category]: heading(named || cell),
         "shown after": head === "decoy" && row.get("quantity") !== "rate_after_own" && SHOWN_AFTER[DECOYS.indexOf(cell)],
       };
@@ -391,20 +403,21 @@ unpacked().then((data) => {
   }
 
   for (const side of document.querySelectorAll(".side")) {
-    const judge = side.dataset.judge || judges[0];
     if ("elsewhere" in side.dataset) {
       side.querySelectorAll(".plot a").forEach((mark) => mark.remove());
       continue;
     }
     const own = values("run").includes(side.dataset.run) ? { run: side.dataset.run } : {};
-    const name = `category${byJudge(judge)}`;
+    const changed = [...side.querySelectorAll("th")].some((head) => head.textContent === "condition");
+    if (changed && values("condition").length) own.condition = ""; // all of them, where a link names none
+    const name = `category${byJudge(side.dataset.judge)}`;
     if (side.dataset.judge && values(name).length) {
       side.querySelector(".control").after(el("p", { class: "small screen" }, "Read ",
         link({ ...own, [name]: "follow-up" }, "the turns that the judge calls follow-ups"), ", or ",
         link({ ...own, [name]: "no follow-up" }, "the other turns"), "."));
     }
     for (const mark of side.querySelectorAll(".plot a")) {
-      const place = placeOf([...new URLSearchParams(mark.getAttribute("href").slice(1))], judge);
+      const place = placeOf([...new URLSearchParams(mark.getAttribute("href").slice(1))], side.dataset);
       if (Object.keys(place).length === 0) {
         mark.remove();
         continue;
@@ -417,7 +430,7 @@ unpacked().then((data) => {
       const titles = (table.caption?.textContent || "").split(" · ").map((part) => part.split(": "));
       for (const { cells } of table.tBodies[0].rows) {
         const pairs = [...cells].map((cell, k) => [heads[k], cell.textContent]);
-        const place = placeOf([...titles.filter((pair) => pair.length === 2), ...pairs], judge);
+        const place = placeOf([...titles.filter((pair) => pair.length === 2), ...pairs], side.dataset);
         if (cells.length && Object.keys(place).length) {
           cells[0].replaceChildren(link({ ...own, ...place }, cells[0].textContent || "turns"));
         }

@@ -15,10 +15,13 @@ from ia_mech.results import folders_of
 from ia_mech.run import Run
 from ia_mech.run.labelled import positions
 from ia_mech.run.labels import KEY
+from ia_mech.run.layout import RUN
 from ia_mech.run.sources import sources_of
 
 # A follow-up that is likelier after its own response than after all siblings together.
 DEPENDENT = "dependent"
+FITS_ORIGINAL = "follow_up_to_original"  # also a follow-up to the response before it was changed
+CHANGE, UNCHANGED = "change", "unchanged"  # how a turn's conversation was changed, in words
 
 
 def dependent(frame: pd.DataFrame, runs: list[Run], run: Run) -> np.ndarray:
@@ -48,6 +51,24 @@ def result_folders(run: Run, more: Sequence[Path] = ()) -> list[Path]:
     """The folders with results on a run: in it, beside it or in the cache, and ``more``."""
     found = folders_of(run.path, run.identity_digest, [run.path.resolve().parent, cache_dir()])
     return list(dict.fromkeys([*found, *(folder.resolve() for folder in more)]))
+
+
+def changed_runs(run: Run, folders: Sequence[Path]) -> list[tuple[Run, pd.DataFrame]]:
+    """The runs that experiments sampled from changed conversations of a run, if they are on this
+    machine, each with the table of its turns; ``folders`` are the run's results.
+
+    Raises:
+        UserError: a run or a table is damaged.
+    """
+    found = []
+    for folder in folders:
+        for place in (folder, run.path.resolve().with_name(f"{run.name}-{folder.name}")):
+            for file in sorted(place.glob(f"*/run/{RUN}")):
+                changed = Run(file.parent)
+                table = table_of_run(folder, changed, "turns", [*KEY, CHANGE])
+                if table is not None:
+                    found.append((changed, table))
+    return found
 
 
 def table_of_run(folder: Path, run: Run, stem: str, columns: Sequence[str]) -> pd.DataFrame | None:

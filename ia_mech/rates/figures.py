@@ -7,12 +7,14 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ia_mech.display import COLOURS, draw_points, link_of, title_axes, with_style
+from ia_mech.cli import one_line
+from ia_mech.display import COLOURS, draw_points, draw_rows, link_of, title_axes, with_style
 from ia_mech.estimates import all_datasets, with_shown_intervals
 from ia_mech.judge.decoys import WRONG
 from ia_mech.judge.rubric import heading
 from ia_mech.rates.fit import temperature as named
 from ia_mech.rates.gate import Gate
+from ia_mech.stats import LEAST_SHOWN
 
 LINES = {  # quantities of the left panel: label, colour
     "rate": ("follow-ups", COLOURS[0]),
@@ -66,6 +68,29 @@ def draw_rates(estimates: pd.DataFrame, title: str, fit: float = math.inf) -> Fi
         "judge could not assess, or failed on, are left out."
         + " *: above the temperatures of the judge's fit."
         * bool(temperatures[-1] > fit)
+    )
+    return figure
+
+
+@with_style
+def draw_by(estimates: pd.DataFrame, title: str) -> Figure:
+    """The follow-up rate at each value of a field: a row per value, a colour per temperature.
+
+    Args:
+        estimates: of :func:`ia_mech.rates.compute.estimates`, of one model and perturbation; their
+            ``dataset`` is the field's value.
+        title: of the figure.
+    """
+    rates = estimates[(estimates["quantity"] == "rate") & (estimates["outcome"] == "follow_up")]
+    rates = rates.sort_values("dataset", kind="stable")
+    rates = with_shown_intervals(rates).assign(
+        line=rates["dataset"].map(lambda value: one_line(value, 40)),
+        colour=[f"T = {t:g}" if t else "greedy" for t in rates["temperature"]],
+    )
+    figure = draw_rows(title, "share of turns that are follow-ups", rates)
+    figure.set_label(
+        "Each point is a follow-up rate, and the line through it is its interval. A point is "
+        f"hollow where fewer than {LEAST_SHOWN} queries give no interval."
     )
     return figure
 

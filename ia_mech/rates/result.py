@@ -77,7 +77,7 @@ def result(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> Result
         ),
         estimates=rows,
         tables=_tables(rows, whole, gates, level, judged.by),
-        figures=_figures(whole, judged),
+        figures=_figures(whole, each, judged),
         notes=_notes(judged, rows),
         data={"turns": turns},
     )
@@ -356,18 +356,22 @@ def _corrected_table(of_turns: pd.DataFrame) -> Table:
     )
 
 
-def _figures(whole: pd.DataFrame, judged: JudgedTurns) -> dict:
-    drawings = {}
+def _figures(whole: pd.DataFrame, each: pd.DataFrame, judged: JudgedTurns) -> dict:
+    """Of each model and perturbation; first by the field that was asked for."""
+    drawings, last = {}, {}
     for number, (subject, of) in enumerate(whole.groupby(SUBJECT, sort=False), start=1):
         model, weights, perturbation = subject
         gate = judged.by_model[model, weights]
         more = "" if perturbation == "none" else f", {perturbation}"
-        more += "" if judged.by is None else f", all values of {one_line(judged.by, 40)} together"
-        title = f"{one_line(model, 40)}{more}\njudge {gate.judge}, gate over all T: {gate.word}"
-        drawings["rates" if number == 1 else f"rates-{number}"] = figures.draw_rates(
-            of, title, highest(judged.record)
-        )
-    return drawings
+        name = f"{one_line(model, 40)}{more}"
+        judge = f"\njudge {gate.judge}, gate over all T: {gate.word}"
+        numbered = "" if number == 1 else f"-{number}"
+        if judged.by is not None:
+            field, own = one_line(judged.by, 40), each[matching(each, _subject(of))]
+            drawings[f"by field{numbered}"] = figures.draw_by(own, f"{name}, by {field}{judge}")
+            name += f", all values of {field} together"
+        last[f"rates{numbered}"] = figures.draw_rates(of, name + judge, highest(judged.record))
+    return drawings | last
 
 
 # -- notes ----------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from ia_mech.display import link_title, links_of, reading_of
 from ia_mech.estimates import ALL, all_datasets
 from ia_mech.judge.rubric import heading
 from ia_mech.page import image
+from ia_mech.rates.evidence import changed_runs
 from ia_mech.results import Result, Table, read, sentences_of
 from ia_mech.run import Run
 from ia_mech.run.queries import conversations_text
@@ -97,6 +98,11 @@ class Answer:
         return str(self.result.about.get("judge", ""))
 
     @property
+    def by(self) -> str:
+        """The field of the data by whose values rates are grouped."""
+        return str(self.result.about.get("settings", {}).get("by") or "")
+
+    @property
     def sentences(self) -> list[list[str]]:
         """The findings, each cut into pieces: every second piece is an interval.
         :attr:`controls` are cut in the same way."""
@@ -133,10 +139,12 @@ def cards_of(
         UserError: a folder that holds no result, or a damaged one.
     """
     by_folder: dict[Path, Answer] = {}
+    changed = [of for pair in zip(runs, folders, strict=True) for of in changed_runs(*pair)]
+    here = {run.identity_digest for run in (*runs, *(run for run, _ in changed))}
     for run, name, folders_of_run in zip(runs, names, folders, strict=True):
         for folder in folders_of_run:
             if folder not in by_folder:
-                by_folder[folder] = _answer(run, name, folder, runs)
+                by_folder[folder] = _answer(run, name, folder, runs, here)
     cards: dict[tuple[str, str], list[Answer]] = {}
     shown: set[str] = set()
     for answer in sorted(by_folder.values(), key=lambda answer: _place(answer.kind)):
@@ -154,7 +162,7 @@ def _place(kind: str) -> tuple[int, str]:
     return (ORDER.index(kind) if kind in ORDER else len(ORDER), kind)
 
 
-def _answer(run: Run, name: str, folder: Path, runs: Sequence[Run]) -> Answer:
+def _answer(run: Run, name: str, folder: Path, runs: Sequence[Run], here: set[str]) -> Answer:
     result = read(folder)
     if result.about["kind"].startswith("rates"):
         samples = run.settings["samples"]
@@ -164,9 +172,10 @@ def _answer(run: Run, name: str, folder: Path, runs: Sequence[Run]) -> Answer:
         warning = "These results rest on labels that have been replaced or removed since. "
         result = replace(result, sentence=warning + result.sentence)
     inside = run.path.resolve() in folder.resolve().parents
-    counted, here = set(result.about.get("identities", [])), {one.identity_digest for one in runs}
+    counted = set(result.about.get("identities", []))
+    given = {one.identity_digest for one in runs}
     return Answer(
-        run=name if len(counted & here) < 2 else "",
+        run=name if len(counted & given) < 2 else "",
         result=result,
         pictures=[_picture(stem, svg) for stem, svg in result.figures.items()],
         estimates=estimates_table(result.estimates),
@@ -258,7 +267,10 @@ def provenance(runs: Sequence[Run], names: Sequence[str]) -> Table:
 def commands(runs: Sequence[Run], cards: Sequence[Card]) -> list[str]:
     """The commands that sampled the runs, and those that made the results and keep theirs. A run
     is named without its folder."""
-    words = [Settings.read(run.settings).command(Path(run.name)) for run in runs]
+    words = [
+        Settings.read(run.settings).command(Path(run.name), run.model.get("device", ""))
+        for run in runs
+    ]
     sampled = [f"ia-mech{one.removeprefix(program())}" for one in words]  # no path of this machine
     answers = (answer for card in cards for answer in card.answers)
     made = [answer.result.about.get("command") for answer in answers]

@@ -11,13 +11,22 @@ import pandas as pd
 
 from ia_mech.errors import UserError
 from ia_mech.judge.decoys import DECOY_KINDS
+from ia_mech.judge.judging import ON_UNPERTURBED
 from ia_mech.judge.rubric import FOLLOW_UP, NAMES, heading, rubric_of
 from ia_mech.models.load import load_files, recall
 from ia_mech.page import packed
-from ia_mech.rates.evidence import DEPENDENT, table_of_run
+from ia_mech.rates.evidence import (
+    CHANGE,
+    DEPENDENT,
+    FITS_ORIGINAL,
+    UNCHANGED,
+    changed_runs,
+    table_of_run,
+)
 from ia_mech.run import Run
 from ia_mech.run.labelled import FAILED, follow_up_probabilities
 from ia_mech.run.labels import KEY
+from ia_mech.run.layout import UNPERTURBED
 from ia_mech.run.reader import HeaderLogits
 from ia_mech.untrusted import visible
 
@@ -25,7 +34,8 @@ OTHERS = [FAILED, "not judged"]  # shown in place of a category where a turn has
 BITS, TOKEN_BITS = "reaction_bits", "bits_by_token"  # columns of an experiment's turns.parquet
 VERDICT = ["rationale", "error", "scores", "mode"]  # what a judge says besides the category
 WORDS = ["query", "response", "real_follow_up", "answer", "before", "after"]  # texts of a context
-ABOUT = ["context_id", "dataset", "response_unfinished", "response_index"]
+ABOUT = ["context_id", "dataset", "source_id", "perturbation", "response_unfinished"]
+ABOUT += ["response_index"]
 DECOY = ("row", "shown", "decoy")  # the columns that together name a decoy
 MAX_TOKENS = 10_000_000  # in all turns of a page: some 100 MB, which a browser can still open
 
@@ -48,7 +58,9 @@ def browser(
 
     ``folders`` are each run's results. They add to the turns of every run that they name: bits
     (``reaction_bits``, ``bits_by_token``) from ``turns.parquet``, from that of ``rates`` whether a
-    turn is dependent, and a probe's ``probability`` from ``predictions.parquet``.
+    turn is dependent, and a probe's ``probability`` from ``predictions.parquet``. The turns that an
+    experiment sampled after changed conversations of a run are among those of the run, if they are
+    on this machine.
 
     The labels of ``judge`` come first.
 
@@ -57,24 +69,32 @@ def browser(
     """
     pieces = [_piece(run) for run in runs]
     all_folders = list(dict.fromkeys(folder for of_run in folders for folder in of_run))
+    every: list[tuple[int, Run, pd.DataFrame | None]] = []  # place in ``runs``, turns if changed
+    for number, (run, of_run) in enumerate(zip(runs, folders, strict=True)):
+        every += [(number, run, None), *((number, *of) for of in changed_runs(run, of_run))]
     contexts = pd.concat(
         [
-            run.turns.drop_duplicates("context_id")[["context_id", "dataset"]].assign(run=number)
-            for number, run in enumerate(runs)
+            run.turns.drop_duplicates("context_id")[["context_id", "dataset"]].assign(
+                run=number, changed=table is not None
+            )
+            for number, run, table in every
         ]
     ).astype({"context_id": object, "dataset": object})
-    count = sum(len(run.turns) for run in runs)
-    tokens = sum(len(run.turns) * run.settings["max_new_tokens"] for run in runs)
+    contexts = contexts.drop_duplicates(["run", "context_id"])
+    count = sum(len(run.turns) for _, run, _ in every)
+    tokens = sum(len(run.turns) * run.settings["max_new_tokens"] for _, run, _ in every)
     share = min(1.0, limit / tokens)
-    drawn = contexts.groupby(["run", "dataset"]).sample(frac=share, random_state=0)
-    frames = [
-        _frames(run, piece, set(drawn.loc[drawn["run"] == number, "context_id"]), all_folders)
-        for number, (run, piece) in enumerate(zip(runs, pieces, strict=True))
-    ]
-    shown, turns = (
-        pd.concat([frame.assign(run=number) for number, frame in enumerate(of_runs)])
-        for of_runs in zip(*frames, strict=True)
-    )
+    drawn = contexts.groupby(["run", "changed", "dataset"]).sample(frac=share, random_state=0)
+    frames = []
+    for number, run, table in every:
+        of = drawn[(drawn["run"] == number) & (drawn["changed"] == (table is not None))]
+        found = _frames(run, pieces[number], set(of["context_id"]), all_folders)
+        if table is None:
+            whole = found[0]
+        else:
+            found = _changed(*found, table, whole)
+        frames.append(tuple(frame.assign(run=number) for frame in found))
+    shown, turns = (pd.concat(of_runs) for of_runs in zip(*frames, strict=True))
     shown = shown.sort_values("order", kind="stable")  # runs meet after each query
     records = [run.labels.record("judgements", j) for run in runs for j in run.labels.judges]
     follow_ups = {name for record in records for name in rubric_of(record).follow_ups} | {FOLLOW_UP}
@@ -83,6 +103,11 @@ def browser(
         turns = turns[[*first, *turns.columns.drop(first)]]
     data = packed(columns_of(shown, turns, names, sorted(follow_ups)))
     note = f"{count:,} turns after {len(contexts):,} conversations."
+    if contexts["changed"].any():
+        note += (
+            f" {contexts['changed'].sum():,} of these conversations were changed by an experiment: "
+            "choose one of its conditions to read their turns."
+        )
     if share < 1:
         note = (
             f"This page holds {(turns['decoy'] == '').sum():,} of {count:,} turns, those after "
@@ -138,6 +163,8 @@ def _frames(
     contexts, turns = (pd.concat(of) for of in zip(*frames, strict=True))
     contexts = contexts.sort_values("order").astype({"context_id": object, "dataset": object})
     turns = turns.sort_index().astype({"context_id": object})
+    contexts["condition"] = contexts["perturbation"].astype(object).fillna(UNPERTURBED)
+    contexts["condition"] = contexts["condition"].replace(UNPERTURBED, UNCHANGED)
     for field, values in run.groups.items():
         contexts[f"field {field}"] = contexts["context_id"].map(values)
     for folder in folders:
@@ -168,6 +195,26 @@ def _frames(
         rows = rows[rows["shown"].isin(kept)].assign(context_id=rows["shown"])
         turns = pd.concat([turns, rows.drop(columns=["row", "shown"])])
     return contexts, turns
+
+
+def _changed(
+    contexts: pd.DataFrame, turns: pd.DataFrame, table: pd.DataFrame, whole: pd.DataFrame
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Changed conversations and the turns after them, with what an experiment's ``table`` says of
+    each; they stand where the same query stands in the ``whole`` run."""
+    order = whole.groupby(["dataset", "source_id"])["order"].max()
+    at = pd.MultiIndex.from_frame(contexts[["dataset", "source_id"]])
+    change = table.drop_duplicates("context_id").set_index("context_id")[CHANGE]
+    contexts = contexts.assign(
+        order=order.reindex(at).to_numpy(), condition=contexts["context_id"].map(change)
+    )
+    own = [name for name in contexts if name.startswith("field ") and name not in whole]
+    contexts = contexts.drop(columns=own)  # how it was changed, which its condition says
+    turns = turns.drop(columns=[name for name in turns if name.endswith(ON_UNPERTURBED)])
+    turns = _joined(turns, table, {FITS_ORIGINAL: FITS_ORIGINAL})
+    return contexts, turns.assign(
+        **{FITS_ORIGINAL: turns[FITS_ORIGINAL].where(turns["decoy"] == "")}
+    )
 
 
 def _labels(rows: pd.DataFrame, judge: str, follow_ups: Sequence[str] = ()) -> pd.DataFrame:
@@ -319,6 +366,7 @@ def columns_of(
         "logprobs": map(_rounded, turns["logprobs_raw"]),
         "pieces": turns["pieces"].where(turns["pieces"].notna(), None).tolist(),
         "bits": _numbers(turns[BITS], 3) if BITS in turns else None,
+        FITS_ORIGINAL: _numbers(turns[FITS_ORIGINAL], 0) if FITS_ORIGINAL in turns else None,
         "token_bits": map(_rounded, turns[TOKEN_BITS]) if TOKEN_BITS in turns else None,
     }
     return {
@@ -331,6 +379,7 @@ def columns_of(
             "id": _texts(contexts["context_id"]),
             "run": contexts["run"].tolist(),
             "dataset": [datasets.index(name) for name in contexts["dataset"]],
+            "condition": _texts(contexts["condition"]),
             "response_index": _numbers(contexts["response_index"], 0),
             "unfinished": contexts["response_unfinished"].fillna(False).astype(bool).tolist(),
             **{name: _texts(contexts[name]) for name in WORDS},

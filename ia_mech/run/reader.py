@@ -104,7 +104,8 @@ class Run:
         The run's settings hold the name of a local model, adapter or file, but not its folder.
         """
         module = import_module("ia_mech.settings")  # named as text: settings are above runs
-        return str(module.Settings.read(self.settings).command(self.path))
+        settings = module.Settings.read(self.settings)
+        return str(settings.command(self.path, self.model.get("device", "")))
 
     @property
     def layers(self) -> range:
