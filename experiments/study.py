@@ -216,11 +216,12 @@ def stages(args: argparse.Namespace) -> list[Stage]:
                 result="learned-vector",
             ),
         ]
-    for name, lacking in (("workers", ("judge", "rates", "probes")), ("threads", ("judge",))):
-        if (number := getattr(args, name)) is not None:
+    modelless = ("judge", "rates", "probes")
+    for name, lacking in (("workers", modelless), ("ray", modelless), ("threads", ("judge",))):
+        if (value := getattr(args, name)) is not None:
             for stage in found:
                 if stage.name.split()[0] not in lacking:
-                    stage.words.extend([f"--{name}", str(number)])
+                    stage.words.extend([f"--{name}", str(value)])
     return found
 
 

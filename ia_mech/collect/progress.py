@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from ia_mech.display import Progress
 
@@ -90,10 +90,13 @@ class PhaseProgress:
 
 
 class PartProgress:
-    """What one worker has done of a part of a ``phase``."""
+    """What one worker has done of a part of a ``phase``; ``keep`` takes the batches that it has
+    finished, where those of an interrupted part are kept."""
 
     def __init__(self, phase: PhaseProgress, tokens: int) -> None:
         self.phase, self._left, self._again = phase, tokens, False
+        self.keep: Callable[[list], None] = lambda batches: None
+        self.responded = phase.responded
 
     def prefilled(self, tokens: int) -> None:
         """So many tokens of contexts were prefilled."""

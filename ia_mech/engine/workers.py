@@ -4,6 +4,10 @@ PyTorch's kernels let go of the interpreter's lock, so two workers with one comp
 two cores busy and never wait at a barrier; one worker with two compute threads waits hundreds of
 times in every pass, for the slower of the two. Only tensors and ids are a worker's business: what
 it computed is handed to the main thread, which alone touches texts, files and the terminal.
+
+What a worker does crosses to it as data, for the model may be in another process
+(``cluster.py``): a function that pickles, what it is given besides the model, and a listener, whose
+methods the function calls to report what it does. :class:`Team` is what all makers of workers have.
 """
 
 import contextlib
@@ -13,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import joblib
 import psutil
@@ -81,10 +85,12 @@ def _group_memory(folder: Path, limit: str, used: str, cached: str) -> Memory | 
 
 
 class Crew(NamedTuple):
-    """How many workers, and how many compute threads each; None leaves it to :meth:`for_items`."""
+    """How many workers, how many compute threads each (None leaves it to :meth:`for_items`), and
+    where they are."""
 
     workers: int | None = None
     threads: int | None = None
+    ray: str | None = None  # the address of a cluster; None: threads of this process
 
     def for_items(self, items: int, item_bytes: int = 0, on_cpu: bool = True) -> tuple[int, int]:
         """The number of workers, and of threads each, for so many items.
@@ -106,12 +112,68 @@ class Crew(NamedTuple):
 ANY = Crew()
 
 
+class Team(Protocol):
+    """Workers around a model, wherever they are.
+
+    Attributes:
+        device: that they compute on.
+        most: how many there may ever be.
+        threads: compute threads of this process that each of them has.
+    """
+
+    device: torch.device
+    most: int
+    threads: int
+
+    def begin(self, task: Callable[..., Result], *args: Any) -> Result:
+        """Have ``task(subject, *args)`` called once wherever the model is loaded, before anything
+        else; returns what it gave where it ended first."""
+
+    def spread(self, crew: Crew, items: int, item_bytes: int = 0) -> None:
+        """Decide how many workers there are; arguments as of :meth:`Crew.for_items`."""
+
+    def ready(self) -> int:
+        """How many workers there are now."""
+
+    def call(self, task: Callable[..., Result], *args: Any, listener: Any = None) -> Result:
+        """``task(subject, *args, listener)`` by a worker that is free, for the thread that waits.
+        All of it pickles, but for the listener, whose methods are called here."""
+
+    def shown(self, progress: Any) -> Any:
+        """The progress, with what is to be said of the workers."""
+
+
+class Threads:
+    """A team of threads of this process."""
+
+    def __init__(self, subject: Any) -> None:
+        self.subject, self.device = subject, subject.device
+        self.most, self.threads = 1, 1
+
+    def begin(self, task: Callable[..., Result], *args: Any) -> Result:
+        return task(self.subject, *args)
+
+    def spread(self, crew: Crew, items: int, item_bytes: int = 0) -> None:
+        on_cpu = self.device.type == "cpu"
+        self.most, self.threads = crew.for_items(items, item_bytes, on_cpu)
+
+    def ready(self) -> int:
+        return self.most
+
+    def call(self, task: Callable[..., Result], *args: Any, listener: Any = None) -> Result:
+        return task(self.subject, *args, listener)
+
+    def shown(self, progress: Any) -> Any:
+        return progress
+
+
 def compute_in_workers(
     items: Iterable[Item],
     compute: Callable[[Item], Result],
     done: Callable[[Item, Result], None],
     workers: int,
     threads: int = 1,
+    ready: Callable[[], int] | None = None,
 ) -> None:
     """Compute items, several at a time, and hand on each result while others are computed.
 
@@ -123,8 +185,9 @@ def compute_in_workers(
         items: what to compute; iterated in this thread, no further ahead than workers need.
         compute: called in a worker's thread. What it calls elsewhere has to be safe there.
         done: called in this thread with an item and its result.
-        workers: how many there are.
+        workers: how many there are at most.
         threads: PyTorch's compute threads of each worker; this thread keeps its own number.
+        ready: how many there are now, where that changes.
 
     Raises:
         Exception: the first that ``compute`` raised, unchanged.
@@ -146,15 +209,15 @@ def compute_in_workers(
         ThreadPoolExecutor(workers, initializer=on_block.set, initargs=(check,)) as pool,
     ):
         try:
-            wanted = workers + 1  # one item waits, so that no worker does
             while True:
                 if not stop.is_set():
+                    # One item more waits, so that no worker does.
+                    wanted = max(0, (ready() if ready else workers) + 1 - len(waiting))
                     waiting |= {pool.submit(begin, item): item for item in islice(coming, wanted)}
                 if not waiting:
                     break
                 # Python sees a signal that comes just before an endless wait only after the wait.
                 finished = wait(waiting, timeout=1, return_when=FIRST_COMPLETED).done
-                wanted = len(finished)
                 for future in [one for one in waiting if one in finished]:  # as they were begun
                     item = waiting.pop(future)
                     if future.exception() is None:
