@@ -27,9 +27,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -185,7 +186,7 @@ class Experiment(ABC):
         self.runs, self.args, self.folder = runs, args, folder
         self.notes: list[str] = []
         self.sampled: dict[str, Run] = {}
-        self._workers: dict[Path | None, tuple[Team, Measuring]] = {}
+        self._workers: dict[Path | None, tuple[Team, Callable]] = {}
 
     # -- what an experiment says ------------------------------------------------------------------
 
@@ -310,14 +311,14 @@ class Experiment(ABC):
         """The run whose model measures a unit: the first, where runs are of one model."""
         return self.runs[0]
 
-    def workers(self, run: Run | None) -> "tuple[Team, Measuring]":
+    def workers(self, run: Run | None) -> "tuple[Team, Callable]":
         """Those that have a run's model, loaded at first use, and what they do with a unit."""
-        from ia_mech.engine.workers import Threads
+        from ia_mech.engine.workers import Team
 
         place = run.path if run else None
         if place not in self._workers:
-            team, chat = team_for(run, self._place, self.crew) if run else (Threads(None), None)
-            self._workers[place] = team, Measuring(self.measure, chat)
+            team, chat = team_for(run, self._place, self.crew) if run else (Team(), None)
+            self._workers[place] = team, partial(measured, self.measure, chat)
         return self._workers[place]
 
     @property
@@ -392,7 +393,7 @@ class Experiment(ABC):
         Raises:
             UserError: there is no unit.
         """
-        from ia_mech.engine.workers import compute_in_workers
+        from ia_mech.engine.workers import Team, compute_in_workers
 
         units = self._at_least_one(units)
         stored = {n: kept(self._parts, self._key(unit)) for n, unit in enumerate(units)}
@@ -400,12 +401,11 @@ class Experiment(ABC):
         todo = [n for n in range(len(units)) if n not in tables]
         if tables:
             print(f"{len(tables)} of {len(units)} units were measured before", file=sys.stderr)
-        if not todo:
-            return self._joined(units, tables)
         those = {n: self.workers(self.run_for(units[n]) if self.loads else None) for n in todo}
-        for team in {team for team, _ in those.values()}:
+        for team, _ in those.values():
             team.spread(self.crew, len(units) if self.loads else 1)
-        bar, total = team.shown(Bar()), sum(unit.tokens for unit in units)
+        team = those[todo[0]][0] if todo else Team()
+        bar, total = Bar(), sum(unit.tokens for unit in units)
         bar.start(
             phase or f"measuring, {self.name}",
             total,
@@ -424,9 +424,6 @@ class Experiment(ABC):
             compute_in_workers(todo, measure, done, team.most, team.threads, team.ready)
         finally:
             bar.stop()
-        return self._joined(units, tables)
-
-    def _joined(self, units: Sequence[Unit], tables: Mapping[int, pd.DataFrame]) -> pd.DataFrame:
         return pd.concat(
             [tables[n].assign(source=u.source, dataset=u.dataset) for n, u in enumerate(units)],
             ignore_index=True,
@@ -442,16 +439,21 @@ class Experiment(ABC):
         return found
 
     def _measured(
-        self, team: "Team", task: "Measuring", unit: Unit, progress: Progress
+        self, team: "Team", task: Callable, unit: Unit, progress: Progress
     ) -> pd.DataFrame:
         """The rows of a unit, measured now, by a worker."""
         from ia_mech.engine.memory import Backoff
 
-        ticks = Ticks(progress)
+        ticked = 0
+
+        def tick(tokens: int) -> None:
+            nonlocal ticked
+            ticked += tokens
+            progress.advance(tokens, team.devices().removeprefix(", "))
 
         def measured(size: int) -> pd.DataFrame:
-            ticks.advance(-ticks.count)  # of a try that memory was too small for
-            return team.call(task, unit, SHARES // size, listener=ticks)
+            tick(-ticked)  # of a try that memory was too small for
+            return team.call(task, unit, SHARES // size, listener=SimpleNamespace(advance=tick))
 
         def shrank(size: int) -> None:
             progress.say(f"out of memory: passes of {named!r} hold 1/{SHARES // size} now")
@@ -462,7 +464,7 @@ class Experiment(ABC):
         except Exception as error:
             error.add_note(f"This was of {named!r}; units before it are kept.")
             raise
-        progress.advance(max(unit.tokens - ticks.count, 0))
+        progress.advance(max(unit.tokens - ticked, 0))
         return rows
 
     @property
@@ -680,33 +682,14 @@ def flag(
     parser.add_argument(name, type=kind, default=default, help=what.replace("%", "%%"), **more)
 
 
-@dataclass(frozen=True)
-class Measuring:
-    """What workers do with a unit; ``chat`` is the format of their model, if they have one."""
+def measured(
+    measure: Callable, chat: Any, subject: "Subject | None", unit: Unit, share: int, listener: Any
+) -> pd.DataFrame:
+    """The rows of a unit, in passes that hold one part in ``share`` of what they may."""
+    from ia_mech.engine.memory import smaller_passes
 
-    measure: Callable[[Any, Any], pd.DataFrame]
-    chat: Any
-
-    def __call__(
-        self, subject: "Subject | None", unit: Unit, share: int, ticks: "Ticks"
-    ) -> pd.DataFrame:
-        """The rows of a unit, in passes that hold one part in ``share`` of what they may."""
-        from ia_mech.engine.memory import smaller_passes
-
-        with smaller_passes(share):
-            model = subject and Model(subject, self.chat, ticks.advance)
-            return self.measure(model, unit)
-
-
-class Ticks:
-    """Tokens of a unit that were computed."""
-
-    def __init__(self, progress: Progress) -> None:
-        self.count, self._progress = 0, progress
-
-    def advance(self, tokens: int) -> None:
-        self.count += tokens
-        self._progress.advance(tokens)
+    with smaller_passes(share):
+        return measure(subject and Model(subject, chat, listener.advance), unit)
 
 
 def spec_of(run: Run, place: str | None = None) -> "ModelSpec":
@@ -756,7 +739,7 @@ def team_for(run: Run, place: str | None, crew: "Crew") -> "tuple[Team, ChatForm
     with _flag_named(spec, place):
         chat = build_chat(Settings.read(run.settings), load_files(spec))
         team = team_of(spec, crew, Bar())
-        found = team.begin(opened, probe_ids(chat), crew, 1, team.device)
+        found = team.begin(opened, probe_ids(chat), team.device, False, False)
     there, here = run.model["weights_hash"], found.about["weights_hash"]
     if here != there:
         raise UserError(

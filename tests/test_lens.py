@@ -8,7 +8,7 @@ from runs import sampled
 
 from ia_mech.engine.installed import install
 from ia_mech.engine.state import Prefix, prefill
-from ia_mech.engine.workers import Threads
+from ia_mech.engine.workers import Team
 from ia_mech.errors import UserError
 from ia_mech.lens import Lens, lens_file, save_lens
 from ia_mech.models.bridge import activation_cache, hook_name, hook_tensors
@@ -21,7 +21,7 @@ def subject(model) -> Subject:
 
 
 def saved(about: Subject, ids: list[int]) -> str | None:
-    return save_lens(Threads(about), about.weights_hash, ids)
+    return save_lens(Team(about), about.weights_hash, ids)
 
 
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)

@@ -34,7 +34,7 @@ from ia_mech.engine.cluster import team_of
 from ia_mech.engine.intervene import Intervention
 from ia_mech.engine.memory import Backoff, Footprint, footprint, part_bytes
 from ia_mech.engine.shared import Engine
-from ia_mech.engine.workers import ANY, Crew, Team, Threads, compute_in_workers, usable_cores
+from ia_mech.engine.workers import ANY, Crew, Team, compute_in_workers, usable_cores
 from ia_mech.errors import UserError, exhaustion
 from ia_mech.lens import save_lens
 from ia_mech.models.load import Subject, remember
@@ -67,63 +67,32 @@ def make_run(plan: Plan, progress: Progress, *, shard: Shard = WHOLE, crew: Crew
 
 
 class Opened(NamedTuple):
-    """What is known of a model where it is loaded.
+    """What is known of a model where it is loaded."""
 
-    Attributes:
-        about: what ``run.json`` records of it.
-        engine: how its rows share their prefix.
-        size: what its contexts and rows hold.
-        itemsize: bytes of a number.
-        room: bytes that a part may take there.
-        threads: of each worker, unless others are asked for.
-        cores: how many there are.
-        machine: what rounding depends on.
-    """
-
-    about: dict
+    about: dict  # what run.json records of it
     engine: Engine
     size: Footprint
-    itemsize: int
-    room: int
-    threads: int
-    cores: int
+    itemsize: int  # bytes of a number
+    room: int  # bytes that a part may take there
     machine: dict
+    cores: int
 
 
 def opened(
-    subject: Subject,
-    ids: Sequence[int],
-    crew: Crew,
-    items: int,
-    device: torch.device,
-    ignore: bool = False,
-    everywhere: bool = False,
+    subject: Subject, ids: Sequence[int], device: torch.device, ignore: bool, everywhere: bool
 ) -> Opened:
-    """Check a loaded model, and say what is known of it now.
+    """Check a loaded model with ids, and say what is known of it then.
 
     Args:
-        ids: with which it is checked.
-        crew: the workers that are asked for.
-        items: how many there are to compute.
         device: as planned.
         ignore: go on although the check finds other numbers.
         everywhere: the weights are distributed over all GPUs.
-
-    Raises:
-        UserError: the engine can't run it.
     """
     engine = check_engine(subject.model, ids, ignore=ignore)
-    size = footprint(subject.model)
-    return Opened(
-        subject.describe(),
-        engine,
-        size,
-        subject.model.dtype.itemsize,
-        part_bytes(device, size.weights, everywhere),
-        crew.for_items(items, on_cpu=subject.device.type == "cpu")[1],
-        usable_cores(),
-        machine(subject),
-    )
+    size, itemsize = footprint(subject.model), subject.model.dtype.itemsize
+    room = part_bytes(device, size.weights, everywhere)
+    about, here = subject.describe(), machine(subject)
+    return Opened(about, engine, size, itemsize, room, here, usable_cores())
 
 
 def collect(
@@ -151,9 +120,10 @@ def collect(
             call wouldn't use.
     """
     settings, out, parts = plan.settings, plan.out, len(plan.parts.contexts)
-    team = Threads(subject) if isinstance(subject, Subject) else subject
-    asked = settings.ignore_check, settings.device_map is not None
-    found = team.begin(opened, probe_ids(plan.chat), crew, parts, plan.device, *asked)
+    team = Team(subject) if isinstance(subject, Subject) else subject
+    how = settings.ignore_check, settings.device_map is not None
+    found = team.begin(opened, probe_ids(plan.chat), plan.device, *how)
+    on_cpu, there = team.device.type == "cpu", (found.cores, 0)
     if plan.vector is not None:
         plan.vector.check_weights(found.about["weights_hash"])
     weights = {"model": found.about, "engine": found.engine.name}
@@ -161,7 +131,7 @@ def collect(
         "identity": without_folders(plan.identity | weights),
         "part_room": found.room,
         "footprint": asdict(found.size),
-        "threads": found.threads,
+        "threads": crew.for_items(parts, on_cpu=on_cpu, machine=there)[1],
     }
     mine = plan.parts.of_shard(shard)
     try:
@@ -173,7 +143,7 @@ def collect(
                 progress.say(f"note: {note}")
             remember(settings.model_spec, found.about["weights_hash"])
             team.spread(Crew(crew.workers, threads), parts, memory.part_bytes)
-            job = _Job(plan, team, memory, mine, writer, team.shown(progress), interventions)
+            job = _Job(plan, team, memory, mine, writer, progress, interventions)
             job.work(found, shard, threads)
     except BrokenPipeError:  # of the progress, not of the run
         raise
@@ -304,6 +274,7 @@ class _Job:
             write(name, prepared, results, limit if limit < most else None)
             begun.end()
 
+        work.devices = self.team.devices
         left, waiting = list(parts), False
         while left:
             mine = (name for name in left if self.writer.claim(kind, name))

@@ -44,6 +44,7 @@ class PhaseProgress:
         self._allowance, self._draws, self._written, self._unfinished = allowance, draws, 0, 0
         self._warned = draws == 1  # unfinished responses are wanted, too
         self._begun, self._reporting = time.monotonic(), threading.Lock()
+        self.devices: Callable[[], str] = str  # says how many compute, where there may be several
         progress.start(phase, total, done=total - tokens, unit="")
 
     def begin(self, name: str) -> "PartProgress":
@@ -86,7 +87,7 @@ class PhaseProgress:
             note += f"{self._again} drawn again, {doing}" if self._again else doing
             if self._drawn:
                 note += f", {self._drawn / (time.monotonic() - self._begun):.0f} tokens/s"
-            self._progress.advance(tokens, note)
+            self._progress.advance(tokens, note + self.devices())
 
 
 class PartProgress:

@@ -1,11 +1,11 @@
 """Workers on a Ray cluster: an actor on every GPU, or on the CPUs of every node.
 
-An actor loads the model by its specification and computes with as many threads as a process of its
-own would have there. In this process a thread waits for each item that an actor computes: what
-``workers.py`` says of workers holds of these threads. It asks twice a second for what the item's
-listener is to be told. Only this process writes, so that nodes share no disk but the model's.
+An actor loads the model by its specification, and computes with as many threads as a process of its
+own would have there. In this process a thread waits for each item that an actor computes, so that
+what ``workers.py`` says of workers holds of these threads. Only this process writes: nodes share no
+disk but the model's. Actors stay until this process ends.
 
-An actor that ends is begun again, and so are actors on nodes that join. An item whose actor has
+An actor that ends is begun again, and one is begun on each node that joins. An item whose actor has
 ended is computed again, at most :data:`AGAIN` times.
 """
 
@@ -19,9 +19,9 @@ import time
 import uuid
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import replace
-from functools import cache, cached_property, lru_cache
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from typing import Any
 
 import torch
 import transformers
@@ -30,32 +30,69 @@ from ia_mech import __version__
 from ia_mech.cli import expanded
 from ia_mech.display import Progress
 from ia_mech.engine.passes import on_block
-from ia_mech.engine.workers import Crew, Stopped, Team, Threads, usable_cores
+from ia_mech.engine.workers import Crew, Stopped, Team, usable_cores, usable_memory
 from ia_mech.errors import UserError
 from ia_mech.models.embedded import MODELS
 from ia_mech.models.load import ModelSpec, Subject, load, resolve_device
 
-Result = TypeVar("Result")
-
 HERE = "local"  # the address of this machine: Ray's word
 AGAIN = 3  # times that an actor is begun again, or an item computed again
-LOOK = 1.0  # seconds between looks at the nodes
-ASK = 0.5  # seconds between questions about an item
-MOST = 1024  # workers of a cluster; each costs this process a thread
+LOOK, ASK = 1.0, 0.5  # seconds between looks at the nodes, and between questions about an item
 CALLS = 64  # that an actor takes at once: a few for each worker
 STORE = 2**30  # bytes of this machine's memory for what is on its way, where it is the cluster
 
 
 def team_of(spec: ModelSpec, crew: Crew, progress: Progress) -> Team:
     """The workers that a command asks for, around a model."""
-    if crew.ray is None:
-        return Threads(load(spec))
-    return Actors(cluster(crew.ray), spec, progress)
+    return Team(load(spec)) if crew.ray is None else Actors(spec, crew.ray, progress)
 
 
-def device_of(device: str, ray: str | None) -> torch.device:
-    """What workers compute on, here or on a cluster, where the setting is ``device``."""
-    return resolve_device(device) if ray is None else torch.device(cluster(ray).kind(device))
+def device_of(device: str, address: str | None) -> torch.device:
+    """What workers compute on, where the setting is ``device``; ``auto`` is GPUs if there are any.
+
+    Raises:
+        UserError: there is no such device; or it is one of several, of which a cluster uses all.
+    """
+    if address is None:
+        return resolve_device(device)
+    if device not in ("auto", "cpu", "cuda"):
+        remedy = "give auto, cpu or cuda; CUDA_VISIBLE_DEVICES can hide GPUs"
+        raise UserError(f"--device {device} can't be used with --ray, which uses all", remedy)
+    if address == HERE:
+        return resolve_device(device)
+    gpus = any(node["Alive"] and node["Resources"].get("GPU") for node in joined(address).nodes())
+    if device == "cuda" and not gpus:
+        raise UserError("--device cuda: no node of the cluster has a GPU", "use --device cpu")
+    return torch.device("cuda" if gpus and device != "cpu" else "cpu")
+
+
+@cache
+def joined(address: str) -> Any:
+    """Ray, once this process has joined the cluster.
+
+    Raises:
+        UserError: Ray isn't installed, or no cluster answers.
+    """
+    try:
+        import ray
+    except ImportError:
+        raise UserError("--ray needs ray", "install it: pip install 'ia-mech[ray]'") from None
+    before, here = signal.getsignal(signal.SIGTERM), dict[str, Any]()
+    if address == HERE:
+        here = {"num_cpus": usable_cores(), "object_store_memory": STORE}
+        here["include_dashboard"] = False
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    try:
+        ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **here)
+    except Exception as error:  # Ray raises many kinds
+        raise UserError(
+            f"no Ray cluster answers at {address!r} ({_last_line(error)})",
+            "give host:port of its head, or auto on one of its nodes; without an address, this "
+            "machine's devices are used",
+        ) from error
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, before)  # Ray's would end the process at once
+    return ray
 
 
 # -- in an actor -----------------------------------------------------------------------------------
@@ -84,16 +121,16 @@ class Actor:
         self._relays: dict[str, Relay] = {}  # of the calls that somebody waits for
 
     def begin(self, spec: ModelSpec, named: ModelSpec, task: list, args: tuple) -> tuple:
-        """Load a model unless it is there. Returns what has to be alike in all actors, and what the
-        task gives, for which the model is ``named`` as the user did."""
+        """Load a model unless it is there. Returns what all actors must have in common, cores and
+        free memory, and what the task gives, for which the model is ``named`` as the user did."""
         with self._alone:
             if spec not in self._subjects:
                 self._subjects[spec] = load(spec)
             subject = replace(self._subjects[spec], spec=named)
-            return (*software(), subject.weights_hash), fetched(task[0])(subject, *args)
-
-    def workers(self, crew: Crew, items: int, item_bytes: int, on_cpu: bool) -> int:
-        return crew.for_items(items, item_bytes, on_cpu)[0]
+            version = torch.__version__.partition("+")[0]
+            common = __version__, version, transformers.__version__, subject.weights_hash
+            found = fetched(task[0])(subject, *args)
+            return common, (usable_cores(), usable_memory().free), found
 
     def call(self, key: str, spec: ModelSpec, threads: int, task: list, args: tuple) -> Any:
         relay = self._relays[key] = Relay()
@@ -111,8 +148,7 @@ class Actor:
 
     def told(self, key: str) -> list[tuple[str, tuple]]:
         """What the listener of a call is to be told now."""
-        relay = self._relays.get(key)
-        return relay._taken() if relay else []
+        return self._relays[key]._taken() if key in self._relays else []
 
     def end(self, key: str) -> None:
         """Nobody waits for a call any more."""
@@ -127,246 +163,155 @@ def fetched(reference: Any) -> Any:
     return ray.get(reference)
 
 
-def software() -> tuple[str, ...]:
-    """What rows depend on besides weights: versions, torch's on any kind of machine."""
-    return __version__, torch.__version__.partition("+")[0], transformers.__version__
-
-
 # -- in the main process ---------------------------------------------------------------------------
 
-
-class Cluster:
-    """A cluster that this process has joined, and its actors, which stay until the process ends."""
-
-    def __init__(self, address: str) -> None:
-        self.address, self.last = address, ""
-        self.actors: dict[tuple, Any] = {}  # by place: kind of device, node, number on the node
-        self.hosts: dict[tuple, str] = {}
-        self._ended: Counter[tuple] = Counter()  # how often since one has computed an item
-        self._alone = threading.Lock()
-
-    @cached_property
-    def ray(self) -> Any:
-        """Ray, joined to the cluster.
-
-        Raises:
-            UserError: Ray isn't installed, or no cluster answers.
-        """
-        try:
-            import ray
-        except ImportError:
-            remedy = "install it: pip install 'ia-mech[ray]'"
-            raise UserError("workers on a cluster need ray", remedy) from None
-        before, here = signal.getsignal(signal.SIGTERM), dict[str, Any]()
-        if self.address == HERE:
-            here = {"num_cpus": usable_cores(), "object_store_memory": STORE}
-            here |= {"include_dashboard": False}
-        logging.getLogger("ray").setLevel(logging.ERROR)
-        try:
-            ray.init(self.address, log_to_driver=False, logging_level=logging.ERROR, **here)
-        except Exception as error:  # Ray raises many kinds
-            raise UserError(
-                f"no Ray cluster answers at {self.address!r} ({_last_line(error)})",
-                "give host:port of its head, or auto on a node of it; without an address, this "
-                "machine's devices are used",
-            ) from error
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, before)  # Ray's would end the process at once
-        return ray
-
-    def kind(self, device: str) -> str:
-        """``cuda`` or ``cpu``: what actors compute on. ``auto`` is GPUs if any node has one.
-
-        Raises:
-            UserError: no node has such a device, or one of several GPUs is named.
-        """
-        if device not in ("auto", "cpu", "cuda"):
-            problem = f"--device {device} can't be used on a cluster, whose workers use all devices"
-            raise UserError(problem, "give auto, cpu or cuda; CUDA_VISIBLE_DEVICES can hide GPUs")
-        if self.address == HERE:
-            return resolve_device(device).type
-        nodes = [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
-        gpus = any(node.get("GPU", 0) >= 1 for node in nodes)
-        if device == "cuda" and not gpus:
-            raise UserError("--device cuda: no node of the cluster has a GPU", "use --device cpu")
-        return "cuda" if gpus and device != "cpu" else "cpu"
-
-    def look(self, kind: str) -> None:
-        """Begin an actor on each device that has none.
-
-        Raises:
-            UserError: all have ended too often.
-        """
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        places = []
-        for node in self.ray.nodes():
-            cpus, gpus = (int(node["Resources"].get(name, 0)) for name in ("CPU", "GPU"))
-            count, needs = min(1, cpus), {"num_cpus": cpus}
-            if kind == "cuda":
-                count, needs = gpus, {"num_cpus": 0, "num_gpus": 1}
-            for number in range(count if node["Alive"] else 0):
-                places.append(place := (kind, node["NodeID"], number))
-                if place in self.actors or self._ended[place] > AGAIN:
-                    continue
-                there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-                how = {"max_concurrency": CALLS, "scheduling_strategy": there} | needs
-                self.hosts[place] = node["NodeManagerAddress"]
-                self.actors[place] = self.ray.remote(Actor).options(**how).remote(max(1, cpus))
-        if places and all(self._ended[place] > AGAIN for place in places):
-            raise self.refusal()
-
-    def useful(self, place: tuple) -> None:
-        """An actor has computed an item."""
-        self._ended.pop(place, None)
-
-    def lost(self, place: tuple, actor: Any, error: Exception) -> bool:
-        """An actor has ended, or doesn't answer; whether that is news."""
-        with self._alone:
-            if self.actors.get(place) is not actor:
-                return False
-            del self.actors[place]
-            self._ended[place] += 1
-            self.last = f"{self.hosts[place]}: {_last_line(error)}"
-        self.ray.kill(actor)  # one that only didn't answer might go on
-        return True
-
-    def refusal(self) -> UserError:
-        return UserError(
-            f"actors of the cluster ended {AGAIN + 1} times ({self.last})",
-            "see Ray's log of it; if its node lacks memory, give fewer --workers",
-        )
+Place = tuple[str, str, int]  # the kind of a device, its node, its number there
+ACTORS: dict[Place, Any] = {}  # of this process
 
 
-cluster = cache(Cluster)
+@dataclass
+class Member:
+    """An actor of a team, what it gives once it has the model, and how many workers it has then."""
+
+    actor: Any
+    host: str
+    given: Any
+    machine: tuple[int, int] | None = None
+    workers: int = 0
 
 
-class Actors:
-    """A team: the actors of a cluster, with a model."""
+class Actors(Team):
+    """The actors of a cluster, with a model."""
 
-    most, threads = MOST, 1
+    most = 1024  # each costs this process a thread
 
-    def __init__(self, cluster: Cluster, spec: ModelSpec, progress: Progress) -> None:
+    def __init__(self, spec: ModelSpec, address: str, progress: Progress) -> None:
         if spec.device_map is not None:
-            problem = "--device-map can't be used on a cluster, where a worker has one device"
-            raise UserError(problem, "leave it out, or leave --ray out")
-        self.device = torch.device(cluster.kind(spec.device))
+            raise UserError("--device-map can't be used with --ray", "leave one of them out")
+        self.device, self.threads = device_of(spec.device, address), 1
         self._named, self._spec = spec, replace(spec, device=self.device.type)
-        for field in ("name", "adapter"):
-            given = getattr(spec, field)
+        for name in ("name", "adapter"):
+            given = getattr(spec, name)
             if given is not None and given not in MODELS and expanded(given).exists():
-                # Whole, for other processes.
-                whole: dict[str, Any] = {field: os.path.abspath(expanded(given))}
+                whole: dict[str, Any] = {name: os.path.abspath(expanded(given))}
                 self._spec = replace(self._spec, **whole)
-        self._cluster, self._progress = cluster, progress
-        self._begun: dict[tuple, tuple[Any, Any]] = {}  # by place: an actor, and what it will give
-        self._workers: dict[tuple, int] = {}  # by place: how many there are, once the model is
-        self._alike: tuple = ()
-        self._spread: tuple | None = None
-        self._looked = 0.0
+        self._ray, self._progress = joined(address), progress
+        errors = self._ray.exceptions
+        self._endings = errors.RayActorError, errors.ObjectLostError
+        self._ended: Counter[Place] = Counter()  # how often since one there has computed an item
+        self._alone, self._last, self._looked = threading.Lock(), "", 0.0
 
-    def begin(self, task: Callable[..., Result], *args: Any) -> Result:
-        self._task = [self._cluster.ray.put(task)], args
+    def begin(self, task: Callable, *args: Any) -> Any:
+        self._members: dict[Place, Member] = {}
+        self._common: tuple = ()
+        self._spread: tuple = ()
+        self._task = [self._ray.put(task)], args
         self._progress.say(f"waiting for a device of the cluster to load {self._named.name} …")
-        while not self._workers:
+        while not self._common:
             self._look()
             time.sleep(ASK / 10)
         return self._found
 
     def spread(self, crew: Crew, items: int, item_bytes: int = 0) -> None:
-        self._spread, self._each = (
-            (crew, items, item_bytes, self.device.type == "cpu"),
-            crew.threads,
-        )
-        self._free: queue.SimpleQueue[tuple] = queue.SimpleQueue()  # a place for each free worker
+        there, on_cpu = list(self._members.items()), self.device.type == "cpu"
+        first = next(one.machine for _, one in there if one.machine)
+        threads = crew.for_items(items, item_bytes, on_cpu, first)[1]  # the same on all nodes
+        self._spread = crew._replace(threads=threads), items, item_bytes, on_cpu
+        self._free: queue.SimpleQueue[tuple[Place, Any]] = queue.SimpleQueue()
         self._sent: dict[Callable, list] = {}
-        for place in self._workers:
-            self._give_work(place)
+        for place, one in there:
+            self._give_work(place, one)
 
     def ready(self) -> int:
         if time.monotonic() - self._looked > LOOK:
             self._look()
-        return sum(self._workers.values())
+        return sum(one.workers for one in self._members.values())
 
-    def call(self, task: Callable[..., Result], *args: Any, listener: Any = None) -> Result:
+    def call(self, task: Callable, *args: Any, listener: Any = None) -> Any:
         check = on_block.get() or self._look  # in the main thread nobody else looks
         for _ in range(AGAIN + 1):
             place, actor = self._taken(check)
             try:
                 found = self._computed(actor, task, args, listener, check)
-                self._cluster.useful(place)
+                self._ended.pop(place, None)
                 return found
             except self._endings as error:
                 self._note_end(place, actor, error)
             finally:
                 self._free.put((place, actor))
-        raise self._cluster.refusal()
+        raise self._refusal()
 
-    def shown(self, progress: Progress) -> Progress:
-        return _Shown(progress, self._workers)
-
-    @property
-    def _endings(self) -> tuple:
-        errors = self._cluster.ray.exceptions
-        return errors.RayActorError, errors.ObjectLostError
+    def devices(self) -> str:
+        return f", devices: {sum(one.workers > 0 for one in self._members.values())}"
 
     def _look(self) -> None:
-        """See which actors there are now, and where the model is. For the main thread."""
-        cluster, self._looked = self._cluster, time.monotonic()
-        cluster.look(self.device.type)
-        for place in [p for p, (actor, _) in self._begun.items() if cluster.actors.get(p) != actor]:
-            del self._begun[place]
-            self._workers.pop(place, None)
-        for place, actor in list(cluster.actors.items()):
-            if place[0] != self.device.type or place in self._workers:
-                continue
-            if place not in self._begun:
-                self._begun[place] = actor, actor.begin.remote(self._spec, self._named, *self._task)
-            given = self._begun[place][1]
-            if not cluster.ray.wait([given], timeout=0)[0]:
-                continue
-            try:
-                alike, found = self._got(given)
-            except self._endings as error:
-                self._note_end(place, actor, error)
-                continue
-            if not self._alike:
-                self._alike, self._found = alike, found
-            self._refuse_unlike(place, alike)
-            self._workers[place] = 0
-            if self._spread is not None:
-                self._progress.say(f"{cluster.hosts[place]} computes, too")
-                self._give_work(place)
+        """See which devices there are now, and which have the model. For the main thread."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    def _refuse_unlike(self, place: tuple, alike: tuple) -> None:
-        names = "ia_mech", "torch", "transformers", "the weights"
-        for name, one, first in zip(names, alike, self._alike, strict=True):
-            if one != first:
-                host = self._cluster.hosts[place]
-                problem = f"{name} differs between nodes: {one} on {host}, {first} before"
-                raise UserError(problem, "give all nodes the same software and model")
+        self._looked, kind, places = time.monotonic(), self.device.type, []
+        for node in self._ray.nodes():
+            cpus, gpus = (int(node["Resources"].get(name, 0)) for name in ("CPU", "GPU"))
+            count, needs = min(1, cpus), {"num_cpus": cpus}
+            if kind == "cuda":
+                count, needs = gpus, {"num_cpus": 0, "num_gpus": 1}
+            at = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            how = {"max_concurrency": CALLS, "scheduling_strategy": at} | needs
+            for place in [(kind, node["NodeID"], n) for n in range(count * node["Alive"])]:
+                places.append(place)
+                if place not in self._members and self._ended[place] <= AGAIN:
+                    if place not in ACTORS:
+                        ACTORS[place] = self._ray.remote(Actor).options(**how).remote(max(1, cpus))
+                    given = ACTORS[place].begin.remote(self._spec, self._named, *self._task)
+                    host = node["NodeManagerAddress"]
+                    self._members[place] = Member(ACTORS[place], host, given)
+        if places and all(self._ended[place] > AGAIN for place in places):
+            raise self._refusal()
+        for place, one in list(self._members.items()):
+            if one.machine is None and self._ray.wait([one.given], timeout=0)[0]:
+                try:
+                    common, one.machine, found = self._got(one.given)
+                except self._endings as error:
+                    self._note_end(place, one.actor, error)
+                    continue
+                if not self._common:
+                    self._common, self._found = common, found
+                if common != self._common:
+                    raise UserError(
+                        f"{one.host} has other versions of ia_mech, torch or transformers, or "
+                        f"other weights: {common}, not {self._common}",
+                        "give all nodes the same software and the same model",
+                    )
+                self._give_work(place, one)
 
-    def _give_work(self, place: tuple) -> None:
-        assert self._spread is not None
-        actor = self._begun[place][0]
-        try:
-            self._workers[place] = self._got(actor.workers.remote(*self._spread))
-        except self._endings as error:
-            self._note_end(place, actor, error)
-            return
-        for _ in range(self._workers[place]):
-            self._free.put((place, actor))
+    def _give_work(self, place: Place, one: Member) -> None:
+        if self._spread and one.machine:
+            one.workers = self._spread[0].for_items(*self._spread[1:], one.machine)[0]
+            for _ in range(one.workers):
+                self._free.put((place, one.actor))
 
-    def _note_end(self, place: tuple, actor: Any, error: Exception) -> None:
-        if self._cluster.lost(place, actor, error):
-            self._progress.say(f"{self._cluster.last}; what it computed is computed again")
+    def _note_end(self, place: Place, actor: Any, error: Exception) -> None:
+        """An actor has ended, or doesn't answer."""
+        with self._alone:
+            if ACTORS.get(place) is not actor:
+                return  # noted before
+            del ACTORS[place]
+            self._last = f"{self._members.pop(place).host}: {_last_line(error)}"
+            self._ended[place] += 1
+        self._ray.kill(actor)  # one that only doesn't answer might go on
+        self._progress.say(f"{self._last}; what was under way there is computed again")
 
-    def _taken(self, check: Callable[[], None]) -> tuple[tuple, Any]:
+    def _refusal(self) -> UserError:
+        return UserError(
+            f"an actor of the cluster ended {AGAIN + 1} times ({self._last})",
+            "see Ray's log of it; if its node lacks memory, give fewer --workers",
+        )
+
+    def _taken(self, check: Callable[[], None]) -> tuple[Place, Any]:
         """A worker that is free, and still there."""
         while True:
             with contextlib.suppress(queue.Empty):
                 place, actor = self._free.get(timeout=ASK)
-                if self._cluster.actors.get(place) == actor:
+                if ACTORS.get(place) is actor:
                     return place, actor
             check()
 
@@ -374,15 +319,14 @@ class Actors:
         self, actor: Any, task: Callable, args: tuple, listener: Any, check: Callable[[], None]
     ) -> Any:
         """What a worker of an actor computes; what it reports is passed on meanwhile."""
-        ray, key = self._cluster.ray, uuid.uuid4().hex
+        key, ended, threads = uuid.uuid4().hex, False, self._spread[0].threads
         if task not in self._sent:
-            self._sent[task] = [ray.put(task)]
-        given = actor.call.remote(key, self._spec, self._each, self._sent[task], args)
+            self._sent[task] = [self._ray.put(task)]
+        given = actor.call.remote(key, self._spec, threads, self._sent[task], args)
         try:
-            ended = False
             while not ended:
-                ended = bool(ray.wait([given], timeout=ASK)[0])
-                for name, words in ray.get(actor.told.remote(key)):
+                ended = bool(self._ray.wait([given], timeout=ASK)[0])
+                for name, words in self._ray.get(actor.told.remote(key)):
                     getattr(listener, name)(*words)
                 check()
         finally:
@@ -392,24 +336,11 @@ class Actors:
     def _got(self, given: Any) -> Any:
         """What a call gave, or raised there."""
         try:
-            return self._cluster.ray.get(given)
-        except self._cluster.ray.exceptions.RayTaskError as error:
+            return self._ray.get(given)
+        except self._ray.exceptions.RayTaskError as error:
             raise error.cause from error
 
 
-class _Shown:
-    """Progress whose notes say how many devices compute."""
-
-    def __init__(self, progress: Progress, devices: dict) -> None:
-        self._devices = devices
-        self.start, self.say, self.stop = progress.start, progress.say, progress.stop
-        self._advance = progress.advance
-
-    def advance(self, steps: int = 1, note: str = "") -> None:
-        count = len(self._devices)
-        devices = f"{count} device{'s' * (count != 1)}"
-        self._advance(steps, f"{note}, {devices}" if note else devices)
-
-
 def _last_line(error: Exception) -> str:
-    return [type(error).__name__, *filter(None, map(str.strip, str(error).splitlines()))][-1][:200]
+    lines = [type(error).__name__, *filter(None, map(str.strip, str(error).splitlines()))]
+    return lines[-1][:200]

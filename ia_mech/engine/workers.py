@@ -5,9 +5,8 @@ two cores busy and never wait at a barrier; one worker with two compute threads 
 times in every pass, for the slower of the two. Only tensors and ids are a worker's business: what
 it computed is handed to the main thread, which alone touches texts, files and the terminal.
 
-What a worker does crosses to it as data, for the model may be in another process
-(``cluster.py``): a function that pickles, what it is given besides the model, and a listener, whose
-methods the function calls to report what it does. :class:`Team` is what all makers of workers have.
+What a worker does crosses to it as data, for the model may be in another process (``cluster.py``):
+a function by name, what it is given besides the model, and a listener, which it tells what it does.
 """
 
 import contextlib
@@ -17,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import joblib
 import psutil
@@ -92,19 +91,27 @@ class Crew(NamedTuple):
     threads: int | None = None
     ray: str | None = None  # the address of a cluster; None: threads of this process
 
-    def for_items(self, items: int, item_bytes: int = 0, on_cpu: bool = True) -> tuple[int, int]:
+    def for_items(
+        self,
+        items: int,
+        item_bytes: int = 0,
+        on_cpu: bool = True,
+        machine: tuple[int, int] | None = None,
+    ) -> tuple[int, int]:
         """The number of workers, and of threads each, for so many items.
 
         By default there is one worker per core, but no more than :data:`MOST_WORKERS`, one per
         item, and as many as free memory has room for their items. Threads change rounding, so their
         default depends on cores and items alone: if there are fewer items than cores, each worker
-        gets its share of the cores. A GPU has one worker.
+        gets its share of the cores. A GPU has one worker. ``machine`` is the cores and the free
+        bytes of memory of another machine.
         """
-        cores, items = usable_cores(), max(1, items)
+        cores, free = machine or (usable_cores(), usable_memory().free)
+        items = max(1, items)
         if not on_cpu:
             return 1, self.threads or cores
         threads = self.threads or cores // min(MOST_WORKERS, cores, items)
-        fit = usable_memory().free // max(1, item_bytes)
+        fit = free // max(1, item_bytes)
         most = min(MOST_WORKERS, cores // threads, items, fit)
         return self.workers or max(1, most), threads
 
@@ -112,59 +119,39 @@ class Crew(NamedTuple):
 ANY = Crew()
 
 
-class Team(Protocol):
-    """Workers around a model, wherever they are.
+class Team:
+    """Workers around a model: threads of this process (a subclass has others).
 
     Attributes:
         device: that they compute on.
-        most: how many there may ever be.
-        threads: compute threads of this process that each of them has.
+        most, threads: for :func:`compute_in_workers`.
     """
 
-    device: torch.device
-    most: int
-    threads: int
+    def __init__(self, subject: Any = None) -> None:
+        self.subject, self.most, self.threads = subject, 1, 1
+        self.device = torch.device("cpu") if subject is None else subject.device
 
     def begin(self, task: Callable[..., Result], *args: Any) -> Result:
-        """Have ``task(subject, *args)`` called once wherever the model is loaded, before anything
-        else; returns what it gave where it ended first."""
-
-    def spread(self, crew: Crew, items: int, item_bytes: int = 0) -> None:
-        """Decide how many workers there are; arguments as of :meth:`Crew.for_items`."""
-
-    def ready(self) -> int:
-        """How many workers there are now."""
-
-    def call(self, task: Callable[..., Result], *args: Any, listener: Any = None) -> Result:
-        """``task(subject, *args, listener)`` by a worker that is free, for the thread that waits.
-        All of it pickles, but for the listener, whose methods are called here."""
-
-    def shown(self, progress: Any) -> Any:
-        """The progress, with what is to be said of the workers."""
-
-
-class Threads:
-    """A team of threads of this process."""
-
-    def __init__(self, subject: Any) -> None:
-        self.subject, self.device = subject, subject.device
-        self.most, self.threads = 1, 1
-
-    def begin(self, task: Callable[..., Result], *args: Any) -> Result:
+        """Have ``task(subject, *args)`` called wherever the model is loaded, before anything else;
+        returns what it gave where it ended first."""
         return task(self.subject, *args)
 
     def spread(self, crew: Crew, items: int, item_bytes: int = 0) -> None:
-        on_cpu = self.device.type == "cpu"
-        self.most, self.threads = crew.for_items(items, item_bytes, on_cpu)
+        """Decide how many workers there are; arguments as of :meth:`Crew.for_items`."""
+        self.most, self.threads = crew.for_items(items, item_bytes, self.device.type == "cpu")
 
     def ready(self) -> int:
+        """How many workers there are now."""
         return self.most
 
     def call(self, task: Callable[..., Result], *args: Any, listener: Any = None) -> Result:
+        """``task(subject, *args, listener)`` by a worker, for the thread that waits. All of it can
+        be pickled but the listener, whose methods are called here."""
         return task(self.subject, *args, listener)
 
-    def shown(self, progress: Any) -> Any:
-        return progress
+    def devices(self) -> str:
+        """The end of a note of the progress, which says how many there are if that may change."""
+        return ""
 
 
 def compute_in_workers(
