@@ -27,12 +27,10 @@ import torch
 import transformers
 
 from ia_mech import __version__
-from ia_mech.cli import expanded
 from ia_mech.display import Progress
 from ia_mech.engine.passes import on_block
 from ia_mech.engine.workers import Crew, Stopped, Team, usable_cores, usable_memory
 from ia_mech.errors import UserError
-from ia_mech.models.embedded import MODELS
 from ia_mech.models.load import ModelSpec, Subject, load, resolve_device
 
 HERE = "local"  # the address of this machine: Ray's word
@@ -40,11 +38,12 @@ AGAIN = 3  # times that an actor is begun again, or an item computed again
 LOOK, ASK = 1.0, 0.5  # seconds between looks at the nodes, and between questions about an item
 CALLS = 64  # that an actor takes at once: a few for each worker
 STORE = 2**30  # bytes of this machine's memory for what is on its way, where it is the cluster
+Place = tuple[str, int]  # a device: its node, and its number there
 
 
 def team_of(spec: ModelSpec, crew: Crew, progress: Progress) -> Team:
     """The workers that a command asks for, around a model."""
-    return Team(load(spec)) if crew.ray is None else Actors(spec, crew.ray, progress)
+    return Team(load(spec)) if crew.ray is None else _kept(spec, crew.ray).told(progress)
 
 
 def device_of(device: str, address: str | None) -> torch.device:
@@ -53,17 +52,15 @@ def device_of(device: str, address: str | None) -> torch.device:
     Raises:
         UserError: there is no such device; or it is one of several, of which a cluster uses all.
     """
-    if address is None:
-        return resolve_device(device)
-    if device not in ("auto", "cpu", "cuda"):
-        remedy = "give auto, cpu or cuda; CUDA_VISIBLE_DEVICES can hide GPUs"
-        raise UserError(f"--device {device} can't be used with --ray, which uses all", remedy)
-    if address == HERE:
+    if address is not None and device.startswith("cuda:"):
+        remedy = "give cuda; CUDA_VISIBLE_DEVICES can hide some"
+        raise UserError(f"--device {device}: --ray uses all GPUs", remedy)
+    if address in (None, HERE) or device not in ("auto", "cuda"):
         return resolve_device(device)
     gpus = any(node["Alive"] and node["Resources"].get("GPU") for node in joined(address).nodes())
     if device == "cuda" and not gpus:
         raise UserError("--device cuda: no node of the cluster has a GPU", "use --device cpu")
-    return torch.device("cuda" if gpus and device != "cpu" else "cpu")
+    return torch.device("cuda" if gpus else "cpu")
 
 
 @cache
@@ -77,18 +74,16 @@ def joined(address: str) -> Any:
         import ray
     except ImportError:
         raise UserError("--ray needs ray", "install it: pip install 'ia-mech[ray]'") from None
-    before, here = signal.getsignal(signal.SIGTERM), dict[str, Any]()
-    if address == HERE:
-        here = {"num_cpus": usable_cores(), "object_store_memory": STORE}
-        here["include_dashboard"] = False
+    here = {"num_cpus": usable_cores(), "object_store_memory": STORE, "include_dashboard": False}
+    before = signal.getsignal(signal.SIGTERM)
     logging.getLogger("ray").setLevel(logging.ERROR)
     try:
-        ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **here)
+        how = {"log_to_driver": False, "logging_level": logging.ERROR}
+        ray.init(address, **how, **(here if address == HERE else {}))
     except Exception as error:  # Ray raises many kinds
         raise UserError(
             f"no Ray cluster answers at {address!r} ({_last_line(error)})",
-            "give host:port of its head, or auto on one of its nodes; without an address, this "
-            "machine's devices are used",
+            "give host:port of its head, auto on one of its nodes, or nothing for this machine",
         ) from error
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, before)  # Ray's would end the process at once
@@ -112,27 +107,24 @@ class Relay:
 
 
 class Actor:
-    """A process of a cluster that computes with models. Several of its methods run at once."""
+    """A process of a cluster that computes with a model. Several of its methods run at once."""
 
-    def __init__(self, cores: int) -> None:
+    def __init__(self, spec: ModelSpec, cores: int, folder: str) -> None:
         os.environ["LOKY_MAX_CPU_COUNT"] = str(cores)  # which usable_cores() reads
-        self._alone = threading.Lock()
-        self._subjects: dict[ModelSpec, Subject] = {}
+        with contextlib.suppress(OSError):
+            os.chdir(folder)  # to which the model's path may be relative
+        self._spec, self._subject = spec, None
         self._relays: dict[str, Relay] = {}  # of the calls that somebody waits for
 
-    def begin(self, spec: ModelSpec, named: ModelSpec, task: list, args: tuple) -> tuple:
-        """Load a model unless it is there. Returns what all actors must have in common, cores and
-        free memory, and what the task gives, for which the model is ``named`` as the user did."""
-        with self._alone:
-            if spec not in self._subjects:
-                self._subjects[spec] = load(spec)
-            subject = replace(self._subjects[spec], spec=named)
-            version = torch.__version__.partition("+")[0]
-            common = __version__, version, transformers.__version__, subject.weights_hash
-            found = fetched(task[0])(subject, *args)
-            return common, (usable_cores(), usable_memory().free), found
+    def begin(self, task: list, args: tuple) -> tuple:
+        """What all actors must have in common, cores and free memory, and what the task gives."""
+        self._subject: Subject = self._subject or load(self._spec)
+        version = torch.__version__.partition("+")[0]
+        common = __version__, version, transformers.__version__, self._subject.weights_hash
+        found = fetched(task[0])(self._subject, *args)
+        return common, (usable_cores(), usable_memory().free), found
 
-    def call(self, key: str, spec: ModelSpec, threads: int, task: list, args: tuple) -> Any:
+    def call(self, key: str, threads: int, task: list, args: tuple) -> Any:
         relay = self._relays[key] = Relay()
 
         def check() -> None:
@@ -140,11 +132,8 @@ class Actor:
                 raise Stopped
 
         torch.set_num_threads(threads)  # of this thread
-        token = on_block.set(check)
-        try:
-            return fetched(task[0])(self._subjects[spec], *args, relay)
-        finally:
-            on_block.reset(token)
+        on_block.set(check)
+        return fetched(task[0])(self._subject, *args, relay)
 
     def told(self, key: str) -> list[tuple[str, tuple]]:
         """What the listener of a call is to be told now."""
@@ -165,9 +154,6 @@ def fetched(reference: Any) -> Any:
 
 # -- in the main process ---------------------------------------------------------------------------
 
-Place = tuple[str, str, int]  # the kind of a device, its node, its number there
-ACTORS: dict[Place, Any] = {}  # of this process
-
 
 @dataclass
 class Member:
@@ -175,7 +161,7 @@ class Member:
 
     actor: Any
     host: str
-    given: Any
+    given: Any = None
     machine: tuple[int, int] | None = None
     workers: int = 0
 
@@ -185,35 +171,35 @@ class Actors(Team):
 
     most = 1024  # each costs this process a thread
 
-    def __init__(self, spec: ModelSpec, address: str, progress: Progress) -> None:
+    def __init__(self, spec: ModelSpec, address: str) -> None:
         if spec.device_map is not None:
             raise UserError("--device-map can't be used with --ray", "leave one of them out")
         self.device, self.threads = device_of(spec.device, address), 1
-        self._named, self._spec = spec, replace(spec, device=self.device.type)
-        for name in ("name", "adapter"):
-            given = getattr(spec, name)
-            if given is not None and given not in MODELS and expanded(given).exists():
-                whole: dict[str, Any] = {name: os.path.abspath(expanded(given))}
-                self._spec = replace(self._spec, **whole)
-        self._ray, self._progress = joined(address), progress
+        self._spec, self._ray = replace(spec, device=self.device.type), joined(address)
         errors = self._ray.exceptions
         self._endings = errors.RayActorError, errors.ObjectLostError
+        self._members: dict[Place, Member] = {}
         self._ended: Counter[Place] = Counter()  # how often since one there has computed an item
         self._alone, self._last, self._looked = threading.Lock(), "", 0.0
 
+    def told(self, progress: Progress) -> "Actors":
+        self._say = progress.say
+        return self
+
     def begin(self, task: Callable, *args: Any) -> Any:
-        self._members: dict[Place, Member] = {}
         self._common: tuple = ()
         self._spread: tuple = ()
         self._task = [self._ray.put(task)], args
-        self._progress.say(f"waiting for a device of the cluster to load {self._named.name} …")
+        for one in self._members.values():
+            one.given, one.machine, one.workers = None, None, 0
+        self._say(f"waiting for a device of the cluster to load {self._spec.name} …")
         while not self._common:
             self._look()
             time.sleep(ASK / 10)
         return self._found
 
     def spread(self, crew: Crew, items: int, item_bytes: int = 0) -> None:
-        there, on_cpu = list(self._members.items()), self.device.type == "cpu"
+        on_cpu, there = self.device.type == "cpu", list(self._members.items())
         first = next(one.machine for _, one in there if one.machine)
         threads = crew.for_items(items, item_bytes, on_cpu, first)[1]  # the same on all nodes
         self._spread = crew._replace(threads=threads), items, item_bytes, on_cpu
@@ -246,27 +232,19 @@ class Actors(Team):
 
     def _look(self) -> None:
         """See which devices there are now, and which have the model. For the main thread."""
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        self._looked, kind, places = time.monotonic(), self.device.type, []
+        self._looked, places = time.monotonic(), []
         for node in self._ray.nodes():
             cpus, gpus = (int(node["Resources"].get(name, 0)) for name in ("CPU", "GPU"))
-            count, needs = min(1, cpus), {"num_cpus": cpus}
-            if kind == "cuda":
-                count, needs = gpus, {"num_cpus": 0, "num_gpus": 1}
-            at = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            how = {"max_concurrency": CALLS, "scheduling_strategy": at} | needs
-            for place in [(kind, node["NodeID"], n) for n in range(count * node["Alive"])]:
-                places.append(place)
+            on_cpu = self.device.type == "cpu"
+            for number in range((min(1, cpus) if on_cpu else gpus) * node["Alive"]):
+                places.append(place := (node["NodeID"], number))
                 if place not in self._members and self._ended[place] <= AGAIN:
-                    if place not in ACTORS:
-                        ACTORS[place] = self._ray.remote(Actor).options(**how).remote(max(1, cpus))
-                    given = ACTORS[place].begin.remote(self._spec, self._named, *self._task)
-                    host = node["NodeManagerAddress"]
-                    self._members[place] = Member(ACTORS[place], host, given)
+                    needs = {"num_cpus": cpus} if on_cpu else {"num_cpus": 0, "num_gpus": 1}
+                    self._members[place] = self._begun(node, needs, max(1, cpus))
         if places and all(self._ended[place] > AGAIN for place in places):
             raise self._refusal()
         for place, one in list(self._members.items()):
+            one.given = one.given or one.actor.begin.remote(*self._task)
             if one.machine is None and self._ray.wait([one.given], timeout=0)[0]:
                 try:
                     common, one.machine, found = self._got(one.given)
@@ -283,22 +261,31 @@ class Actors(Team):
                     )
                 self._give_work(place, one)
 
+    def _begun(self, node: dict, needs: dict, cores: int) -> Member:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        at = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        kind = self._ray.remote(max_concurrency=CALLS, scheduling_strategy=at, **needs)(Actor)
+        return Member(kind.remote(self._spec, cores, os.getcwd()), node["NodeManagerAddress"])
+
     def _give_work(self, place: Place, one: Member) -> None:
         if self._spread and one.machine:
             one.workers = self._spread[0].for_items(*self._spread[1:], one.machine)[0]
             for _ in range(one.workers):
                 self._free.put((place, one.actor))
 
+    def _is_member(self, place: Place, actor: Any) -> bool:
+        return place in self._members and self._members[place].actor is actor
+
     def _note_end(self, place: Place, actor: Any, error: Exception) -> None:
         """An actor has ended, or doesn't answer."""
         with self._alone:
-            if ACTORS.get(place) is not actor:
+            if not self._is_member(place, actor):
                 return  # noted before
-            del ACTORS[place]
             self._last = f"{self._members.pop(place).host}: {_last_line(error)}"
             self._ended[place] += 1
         self._ray.kill(actor)  # one that only doesn't answer might go on
-        self._progress.say(f"{self._last}; what was under way there is computed again")
+        self._say(f"{self._last}; what was under way there is computed again")
 
     def _refusal(self) -> UserError:
         return UserError(
@@ -311,7 +298,7 @@ class Actors(Team):
         while True:
             with contextlib.suppress(queue.Empty):
                 place, actor = self._free.get(timeout=ASK)
-                if ACTORS.get(place) is actor:
+                if self._is_member(place, actor):
                     return place, actor
             check()
 
@@ -319,10 +306,10 @@ class Actors(Team):
         self, actor: Any, task: Callable, args: tuple, listener: Any, check: Callable[[], None]
     ) -> Any:
         """What a worker of an actor computes; what it reports is passed on meanwhile."""
-        key, ended, threads = uuid.uuid4().hex, False, self._spread[0].threads
+        key, ended = uuid.uuid4().hex, False
         if task not in self._sent:
             self._sent[task] = [self._ray.put(task)]
-        given = actor.call.remote(key, self._spec, threads, self._sent[task], args)
+        given = actor.call.remote(key, self._spread[0].threads, self._sent[task], args)
         try:
             while not ended:
                 ended = bool(self._ray.wait([given], timeout=ASK)[0])
@@ -339,6 +326,9 @@ class Actors(Team):
             return self._ray.get(given)
         except self._ray.exceptions.RayTaskError as error:
             raise error.cause from error
+
+
+_kept = cache(Actors)
 
 
 def _last_line(error: Exception) -> str:
