@@ -45,6 +45,7 @@ from ia_mech.cli import (
     RUN,
     Parser,
     add_intervals,
+    add_ray,
     add_workers,
     expanded,
     nonblank,
@@ -326,7 +327,7 @@ class Experiment(ABC):
         """Workers, and threads of each, as the command asks for them."""
         from ia_mech.engine.workers import Crew
 
-        return Crew(self.args.workers, self.args.threads, self.args.ray)
+        return Crew(self.args.workers, self.args.threads, getattr(self.args, "ray", None))
 
     @property
     def options(self) -> dict[str, Any]:
@@ -402,7 +403,7 @@ class Experiment(ABC):
         if tables:
             print(f"{len(tables)} of {len(units)} units were measured before", file=sys.stderr)
         those = {n: self.workers(self.run_for(units[n]) if self.loads else None) for n in todo}
-        for team, _ in those.values():
+        for team in {team for team, _ in those.values()}:
             team.spread(self.crew, len(units) if self.loads else 1)
         team = those[todo[0]][0] if todo else Team()
         bar, total = Bar(), sum(unit.tokens for unit in units)
@@ -531,7 +532,9 @@ class Experiment(ABC):
         written.add_argument("--out", type=path_of, metavar="FOLDER", help=where)
         written.add_argument("--full", action="store_true", help="print all tables and notes")
         written.add_argument("--dry-run", action="store_true", help="say what it takes, and stop")
-        add_workers(parser.add_argument_group("what computes"))
+        add_workers(computing := parser.add_argument_group("what computes"))
+        if cls.loads and not cls.several_models:
+            add_ray(computing)
         add_intervals(parser.add_argument_group("intervals"), seed="what is drawn")
         parser.set_defaults(command_line="")  # as it was given; empty where there was none
         return parser

@@ -61,6 +61,7 @@ from experiments.locate import (
 from experiments.tables import estimates_of, headline, print_plan
 from ia_mech.cli import (
     Parser,
+    add_ray,
     add_workers,
     nonblank,
     one_line,
@@ -406,6 +407,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--out", path_of, None, "where all of it goes (default: cache/study-MODEL)", metavar="DIR")
     switch("--dry-run", help="say what it takes, and stop")
     add_workers(parser)
+    add_ray(parser)
     return parser
 
 

@@ -147,7 +147,6 @@ def add_workers(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> No
         "--workers", type=threads, metavar="N", help="computing at once (default: one per core)"
     )
     _add_threads(parser, "of each worker (default: the cores' share)")
-    add_ray(parser)
 
 
 def add_ray(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:

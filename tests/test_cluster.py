@@ -93,7 +93,7 @@ def local():
     ray = pytest.importorskip("ray")
     yield "local"
     ray.shutdown()
-    cluster._kept.cache_clear()
+    cluster.TEAMS.clear()
     cluster.joined.cache_clear()
 
 

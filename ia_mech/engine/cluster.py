@@ -17,11 +17,11 @@ import signal
 import threading
 import time
 import uuid
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -38,12 +38,13 @@ AGAIN = 3  # times that an actor is begun again, or an item computed again
 LOOK, ASK = 1.0, 0.5  # seconds between looks at the nodes, and between questions about an item
 CALLS = 64  # that an actor takes at once: a few for each worker
 STORE = 2**30  # bytes of this machine's memory for what is on its way, where it is the cluster
-Place = tuple[str, int]  # a device: its node, and its number there
 
 
 def team_of(spec: ModelSpec, crew: Crew, progress: Progress) -> Team:
     """The workers that a command asks for, around a model."""
-    return Team(load(spec)) if crew.ray is None else _kept(spec, crew.ray).told(progress)
+    if crew.ray is None:
+        return Team(load(spec))
+    return TEAMS.setdefault((spec, crew.ray), Actors(spec, crew.ray, progress))
 
 
 def device_of(device: str, address: str | None) -> torch.device:
@@ -113,15 +114,14 @@ class Actor:
         os.environ["LOKY_MAX_CPU_COUNT"] = str(cores)  # which usable_cores() reads
         with contextlib.suppress(OSError):
             os.chdir(folder)  # to which the model's path may be relative
-        self._spec, self._subject = spec, None
+        self._spec, self._subject = spec, cast(Subject, None)
         self._relays: dict[str, Relay] = {}  # of the calls that somebody waits for
 
     def begin(self, task: list, args: tuple) -> tuple:
         """What all actors must have in common, cores and free memory, and what the task gives."""
-        self._subject: Subject = self._subject or load(self._spec)
-        version = torch.__version__.partition("+")[0]
-        common = __version__, version, transformers.__version__, self._subject.weights_hash
+        self._subject = self._subject or load(self._spec)
         found = fetched(task[0])(self._subject, *args)
+        common = *versions(), self._subject.weights_hash
         return common, (usable_cores(), usable_memory().free), found
 
     def call(self, key: str, threads: int, task: list, args: tuple) -> Any:
@@ -131,6 +131,8 @@ class Actor:
             if key not in self._relays:
                 raise Stopped
 
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # memory may have run out in the call before
         torch.set_num_threads(threads)  # of this thread
         on_block.set(check)
         return fetched(task[0])(self._subject, *args, relay)
@@ -152,18 +154,23 @@ def fetched(reference: Any) -> Any:
     return ray.get(reference)
 
 
+def versions() -> tuple[str, ...]:
+    return __version__, torch.__version__.partition("+")[0], transformers.__version__
+
+
 # -- in the main process ---------------------------------------------------------------------------
 
 
-@dataclass
-class Member:
-    """An actor of a team, what it gives once it has the model, and how many workers it has then."""
+@dataclass(eq=False)
+class Device:
+    """A device of a cluster, and the actor there."""
 
-    actor: Any
     host: str
-    given: Any = None
-    machine: tuple[int, int] | None = None
+    actor: Any = None
+    given: Any = None  # what it gives once it has the model
+    machine: tuple[int, int] | None = None  # its cores and free memory then
     workers: int = 0
+    ended: int = 0  # how many actors have, since one has computed an item
 
 
 class Actors(Team):
@@ -171,26 +178,22 @@ class Actors(Team):
 
     most = 1024  # each costs this process a thread
 
-    def __init__(self, spec: ModelSpec, address: str) -> None:
+    def __init__(self, spec: ModelSpec, address: str, progress: Progress) -> None:
         if spec.device_map is not None:
             raise UserError("--device-map can't be used with --ray", "leave one of them out")
         self.device, self.threads = device_of(spec.device, address), 1
         self._spec, self._ray = replace(spec, device=self.device.type), joined(address)
         errors = self._ray.exceptions
         self._endings = errors.RayActorError, errors.ObjectLostError
-        self._members: dict[Place, Member] = {}
-        self._ended: Counter[Place] = Counter()  # how often since one there has computed an item
-        self._alone, self._last, self._looked = threading.Lock(), "", 0.0
-
-    def told(self, progress: Progress) -> "Actors":
-        self._say = progress.say
-        return self
+        self._devices: dict[tuple[str, int], Device] = {}  # by node, and number there
+        self._say, self._last, self._looked = progress.say, "", 0.0
+        self._alone = threading.Lock()
 
     def begin(self, task: Callable, *args: Any) -> Any:
         self._common: tuple = ()
         self._spread: tuple = ()
         self._task = [self._ray.put(task)], args
-        for one in self._members.values():
+        for one in self._devices.values():
             one.given, one.machine, one.workers = None, None, 0
         self._say(f"waiting for a device of the cluster to load {self._spec.name} …")
         while not self._common:
@@ -199,92 +202,88 @@ class Actors(Team):
         return self._found
 
     def spread(self, crew: Crew, items: int, item_bytes: int = 0) -> None:
-        on_cpu, there = self.device.type == "cpu", list(self._members.items())
-        first = next(one.machine for _, one in there if one.machine)
+        on_cpu, devices = self.device.type == "cpu", list(self._devices.values())
+        first = next((one.machine for one in devices if one.machine), None)
         threads = crew.for_items(items, item_bytes, on_cpu, first)[1]  # the same on all nodes
         self._spread = crew._replace(threads=threads), items, item_bytes, on_cpu
-        self._free: queue.SimpleQueue[tuple[Place, Any]] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[tuple[Device, Any]] = queue.SimpleQueue()
         self._sent: dict[Callable, list] = {}
-        for place, one in there:
-            self._give_work(place, one)
+        for one in devices:
+            self._give_work(one)
 
     def ready(self) -> int:
         if time.monotonic() - self._looked > LOOK:
             self._look()
-        return sum(one.workers for one in self._members.values())
+        return sum(one.workers for one in self._devices.values())
 
     def call(self, task: Callable, *args: Any, listener: Any = None) -> Any:
         check = on_block.get() or self._look  # in the main thread nobody else looks
         for _ in range(AGAIN + 1):
-            place, actor = self._taken(check)
+            one, actor = self._taken(check)
             try:
                 found = self._computed(actor, task, args, listener, check)
-                self._ended.pop(place, None)
+                one.ended = 0
                 return found
             except self._endings as error:
-                self._note_end(place, actor, error)
+                self._note_end(one, actor, error)
             finally:
-                self._free.put((place, actor))
+                self._free.put((one, actor))
         raise self._refusal()
 
     def devices(self) -> str:
-        return f", devices: {sum(one.workers > 0 for one in self._members.values())}"
+        return f", devices: {sum(one.workers > 0 for one in self._devices.values())}"
 
     def _look(self) -> None:
         """See which devices there are now, and which have the model. For the main thread."""
-        self._looked, places = time.monotonic(), []
+        self._looked, on_cpu, there = time.monotonic(), self.device.type == "cpu", []
         for node in self._ray.nodes():
             cpus, gpus = (int(node["Resources"].get(name, 0)) for name in ("CPU", "GPU"))
-            on_cpu = self.device.type == "cpu"
+            needs = {"num_cpus": cpus} if on_cpu else {"num_cpus": 0, "num_gpus": 1}
             for number in range((min(1, cpus) if on_cpu else gpus) * node["Alive"]):
-                places.append(place := (node["NodeID"], number))
-                if place not in self._members and self._ended[place] <= AGAIN:
-                    needs = {"num_cpus": cpus} if on_cpu else {"num_cpus": 0, "num_gpus": 1}
-                    self._members[place] = self._begun(node, needs, max(1, cpus))
-        if places and all(self._ended[place] > AGAIN for place in places):
+                new = Device(node["NodeManagerAddress"])
+                there.append(one := self._devices.setdefault((node["NodeID"], number), new))
+                if one.actor is None and one.ended <= AGAIN:
+                    one.actor, one.given = self._begun(node["NodeID"], needs, max(1, cpus)), None
+        if there and not any(one.actor for one in there):
             raise self._refusal()
-        for place, one in list(self._members.items()):
-            one.given = one.given or one.actor.begin.remote(*self._task)
-            if one.machine is None and self._ray.wait([one.given], timeout=0)[0]:
+        for one in there:
+            if one.actor and not one.given:
+                one.given = one.actor.begin.remote(*self._task)
+            if one.actor and not one.machine and self._ray.wait([one.given], timeout=0)[0]:
                 try:
                     common, one.machine, found = self._got(one.given)
                 except self._endings as error:
-                    self._note_end(place, one.actor, error)
+                    self._note_end(one, one.actor, error)
                     continue
                 if not self._common:
-                    self._common, self._found = common, found
+                    self._common, self._found = (*versions(), common[-1]), found
                 if common != self._common:
                     raise UserError(
                         f"{one.host} has other versions of ia_mech, torch or transformers, or "
                         f"other weights: {common}, not {self._common}",
                         "give all nodes the same software and the same model",
                     )
-                self._give_work(place, one)
+                self._give_work(one)
 
-    def _begun(self, node: dict, needs: dict, cores: int) -> Member:
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        at = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+    def _begun(self, node: str, needs: dict, cores: int) -> Any:
+        at = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
         kind = self._ray.remote(max_concurrency=CALLS, scheduling_strategy=at, **needs)(Actor)
-        return Member(kind.remote(self._spec, cores, os.getcwd()), node["NodeManagerAddress"])
+        return kind.remote(self._spec, cores, os.getcwd())
 
-    def _give_work(self, place: Place, one: Member) -> None:
+    def _give_work(self, one: Device) -> None:
         if self._spread and one.machine:
             one.workers = self._spread[0].for_items(*self._spread[1:], one.machine)[0]
             for _ in range(one.workers):
-                self._free.put((place, one.actor))
+                self._free.put((one, one.actor))
 
-    def _is_member(self, place: Place, actor: Any) -> bool:
-        return place in self._members and self._members[place].actor is actor
-
-    def _note_end(self, place: Place, actor: Any, error: Exception) -> None:
+    def _note_end(self, one: Device, actor: Any, error: Exception) -> None:
         """An actor has ended, or doesn't answer."""
         with self._alone:
-            if not self._is_member(place, actor):
+            if one.actor is not actor:
                 return  # noted before
-            self._last = f"{self._members.pop(place).host}: {_last_line(error)}"
-            self._ended[place] += 1
+            one.actor, one.machine, one.workers, one.ended = None, None, 0, one.ended + 1
         self._ray.kill(actor)  # one that only doesn't answer might go on
+        self._last = f"{one.host}: {_last_line(error)}"
         self._say(f"{self._last}; what was under way there is computed again")
 
     def _refusal(self) -> UserError:
@@ -293,13 +292,13 @@ class Actors(Team):
             "see Ray's log of it; if its node lacks memory, give fewer --workers",
         )
 
-    def _taken(self, check: Callable[[], None]) -> tuple[Place, Any]:
+    def _taken(self, check: Callable[[], None]) -> tuple[Device, Any]:
         """A worker that is free, and still there."""
         while True:
             with contextlib.suppress(queue.Empty):
-                place, actor = self._free.get(timeout=ASK)
-                if self._is_member(place, actor):
-                    return place, actor
+                one, actor = self._free.get(timeout=ASK)
+                if one.actor is actor:
+                    return one, actor
             check()
 
     def _computed(
@@ -328,7 +327,7 @@ class Actors(Team):
             raise error.cause from error
 
 
-_kept = cache(Actors)
+TEAMS: dict[tuple[ModelSpec, str], Actors] = {}  # of this process
 
 
 def _last_line(error: Exception) -> str:
