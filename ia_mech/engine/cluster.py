@@ -44,7 +44,11 @@ def team_of(spec: ModelSpec, crew: Crew, progress: Progress) -> Team:
     """The workers that a command asks for, around a model."""
     if crew.ray is None:
         return Team(load(spec))
-    return TEAMS.setdefault((spec, crew.ray), Actors(spec, crew.ray, progress))
+    if (spec, crew.ray) not in TEAMS:
+        while TEAMS:
+            TEAMS.popitem()[1].close()
+        TEAMS[spec, crew.ray] = Actors(spec, crew.ray, progress)
+    return TEAMS[spec, crew.ray]
 
 
 def device_of(device: str, address: str | None) -> torch.device:
@@ -230,6 +234,12 @@ class Actors(Team):
                 self._free.put((one, actor))
         raise self._refusal()
 
+    def close(self) -> None:
+        """End all actors, so that those of another model can have the devices."""
+        for one in self._devices.values():
+            if one.actor is not None:
+                self._ray.kill(one.actor)
+
     def devices(self) -> str:
         return f", devices: {sum(one.workers > 0 for one in self._devices.values())}"
 
@@ -327,7 +337,7 @@ class Actors(Team):
             raise error.cause from error
 
 
-TEAMS: dict[tuple[ModelSpec, str], Actors] = {}  # of this process
+TEAMS: dict[tuple[ModelSpec, str], Actors] = {}  # the last one: models don't share devices
 
 
 def _last_line(error: Exception) -> str:
