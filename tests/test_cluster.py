@@ -5,6 +5,7 @@ import copy
 import os
 import pickle
 import queue
+import signal
 import subprocess
 import sys
 import time
@@ -128,6 +129,22 @@ def test_an_experiment_on_ray_is_that_of_threads(
         assert outcome.status == 0, outcome.err
         found.append(pd.read_parquet(out / "estimates.parquet"))
     pd.testing.assert_frame_equal(*found, check_exact=True)
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_run_on_ray_with_what_was_kept(tiny_model_dir, tmp_path):
+    pytest.importorskip("ray")
+    out = tmp_path / "run"
+    words = ["--model", tiny_model_dir, *WORDS, "--limit", "24", "--max-new-tokens", "120"]
+    code = "from ia_mech.collect.command import main; raise SystemExit(main())"
+    given = [sys.executable, "-c", code, *words, "--out", str(out), "--ray"]
+    process = subprocess.Popen(given, stderr=subprocess.PIPE, text=True)
+    while not list(out.glob("manifests/*.json")) and process.poll() is None:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate()[1]
+    assert process.returncode == 130 and "Traceback" not in said
+    assert said.splitlines()[-1].startswith(f"interrupted; kept in {out}: ")
 
 
 @pytest.mark.slow
