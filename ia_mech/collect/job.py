@@ -81,13 +81,8 @@ class Opened(NamedTuple):
 def opened(
     subject: Subject, ids: Sequence[int], device: torch.device, ignore: bool, everywhere: bool
 ) -> Opened:
-    """Check a loaded model with ids, and say what is known of it then.
-
-    Args:
-        device: as planned.
-        ignore: go on although the check finds other numbers.
-        everywhere: the weights are distributed over all GPUs.
-    """
+    """Check a loaded model with ids, and say what is known of it then. ``ignore``: go on if the
+    check fails; ``everywhere``: the weights are distributed over all GPUs."""
     engine = check_engine(subject.model, ids, ignore=ignore)
     size, itemsize = footprint(subject.model), subject.model.dtype.itemsize
     room = part_bytes(device, size.weights, everywhere)

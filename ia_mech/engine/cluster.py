@@ -53,10 +53,7 @@ def team_of(spec: ModelSpec, crew: Crew, progress: Progress) -> Team:
 
 def device_of(device: str, address: str | None) -> torch.device:
     """What workers compute on, where the setting is ``device``; ``auto`` is GPUs if there are any.
-
-    Raises:
-        UserError: there is no such device; or it is one of several, of which a cluster uses all.
-    """
+    A device that isn't there is refused."""
     if address is not None and device.startswith("cuda:"):
         remedy = "give cuda; CUDA_VISIBLE_DEVICES can hide some"
         raise UserError(f"--device {device}: --ray uses all GPUs", remedy)
@@ -70,11 +67,7 @@ def device_of(device: str, address: str | None) -> torch.device:
 
 @cache
 def joined(address: str) -> Any:
-    """Ray, once this process has joined the cluster.
-
-    Raises:
-        UserError: Ray isn't installed, or no cluster answers.
-    """
+    """Ray, once this process has joined the cluster."""
     os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"  # of items that nobody waits for any more
     try:
         import ray
@@ -254,7 +247,11 @@ class Actors(Team):
                 new = Device(node["NodeManagerAddress"])
                 there.append(one := self._devices.setdefault((node["NodeID"], number), new))
                 if one.actor is None and one.ended <= AGAIN:
-                    one.actor, one.given = self._begun(node["NodeID"], needs, max(1, cpus)), None
+                    kinds = self._ray.util.scheduling_strategies
+                    at = kinds.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+                    how = needs | {"max_concurrency": CALLS, "scheduling_strategy": at}
+                    kind, one.given = self._ray.remote(**how)(Actor), None
+                    one.actor = kind.remote(self._spec, max(1, cpus), os.getcwd())
         if there and not any(one.actor for one in there):
             raise self._refusal()
         for one in there:
@@ -275,11 +272,6 @@ class Actors(Team):
                         "give all nodes the same software and the same model",
                     )
                 self._give_work(one)
-
-    def _begun(self, node: str, needs: dict, cores: int) -> Any:
-        at = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
-        kind = self._ray.remote(max_concurrency=CALLS, scheduling_strategy=at, **needs)(Actor)
-        return kind.remote(self._spec, cores, os.getcwd())
 
     def _give_work(self, one: Device) -> None:
         if self._spread and one.machine:
