@@ -49,7 +49,8 @@ class FirstWords(Experiment):
                 tokens = sum(map(len, query.token_ids)) + scored
                 yield Opened(query.source, query.dataset, tokens, query.token_ids, turns)
 
-    def measure(self, model, unit):
+    @staticmethod
+    def measure(model, unit):
         k = len(unit.contexts)
         wanted = [Turn(j, ids) for _, ids in unit.turns for j in range(k)]
         scored = model.score(unit.contexts, wanted)

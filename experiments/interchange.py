@@ -414,7 +414,8 @@ class Interchange(Experiment):
             found.append(Recipient(*query, 2 * len(cells) * len(ids), ids, cells))
         return found
 
-    def measure(self, model: Model, unit: Recipient) -> pd.DataFrame:
+    @staticmethod
+    def measure(model: Model, unit: Recipient) -> pd.DataFrame:
         """Compare what a turn goes on from, logits and the whole state, with and without the
         recipient's own states put in.
 

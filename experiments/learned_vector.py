@@ -234,7 +234,8 @@ class LearnedVector(Experiment):
             f" vectors, a greedy turn after each",
         }
 
-    def measure(self, model: Model, unit: Any) -> pd.DataFrame:
+    @staticmethod
+    def measure(model: Model, unit: Any) -> pd.DataFrame:
         row = {"half": unit.half, "term": unit.term, "layer": unit.contexts[0].layer}
         return pd.DataFrame([row | {"direction": learn(model, unit)}])
 

@@ -501,7 +501,8 @@ class Locate(Experiment):
         rng = np.random.default_rng(list(stream_key(self.args.seed, source, 0)))
         return rng.permutation(RESPONSES)[: self.args.recipients].tolist()
 
-    def measure(self, model: Model, unit: Any) -> pd.DataFrame:
+    @staticmethod
+    def measure(model: Model, unit: Any) -> pd.DataFrame:
         return SiteScorer(model, unit).table()
 
     def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:

@@ -25,7 +25,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +33,7 @@ import pandas as pd
 
 from experiments.arms import EXCESS, OF_QUERIES, arm_estimates, rates_by_query, verdicts_of
 from experiments.bits import SiblingTurns, score_turns, unit_of
-from experiments.experiment import Conclusion, Experiment, Model, model_of, subject_of
+from experiments.experiment import Conclusion, Experiment, Model
 from experiments.figures import Bars, Drawing
 from experiments.tables import only, tables_of
 from ia_mech.cli import (
@@ -57,6 +56,7 @@ from ia_mech.estimates import (
     holm_corrected,
 )
 from ia_mech.results import Table
+from ia_mech.run import Run
 from ia_mech.run.queries import Query
 
 if TYPE_CHECKING:  # these load torch
@@ -279,14 +279,14 @@ class Compare(Experiment):
                 made.append(ReadTurns(**vars(unit), weights=weights, written=tuple(written)))
         return made
 
-    @cached_property
-    def tuned_model(self) -> Model:
-        return model_of(subject_of(self.runs[1], self._place), self.runs[1])
+    def run_for(self, unit: Any) -> Run:
+        return self.runs[SIDES.index(unit.arm)]
 
-    def model_for(self, unit: Any) -> Model:
-        return self.model if unit.arm == BEFORE else self.tuned_model
+    def rows(self) -> pd.DataFrame:
+        return super().rows().assign(temperature=self.temperature)
 
-    def measure(self, model: Model, unit: Any) -> pd.DataFrame:
+    @staticmethod
+    def measure(model: Model, unit: Any) -> pd.DataFrame:
         """A row per turn: ``term`` (before or after), ``followed``, ``reader``, bits, evidence."""
         from ia_mech.likelihood.reaction import evidence, reaction_bits
 
@@ -295,7 +295,7 @@ class Compare(Experiment):
         logprobs = [one.reshape(len(unit.contexts), -1).sum(1) for one in scores]
         rows = pd.DataFrame({"term": side, "followed": followed, "reader": unit.arm})
         rows[INFORMATION], rows[EVIDENCE] = reaction_bits(logprobs), evidence(logprobs, followed)
-        return rows.assign(temperature=self.temperature)
+        return rows
 
     def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
         """Holm-corrected by quantity; all datasets together are a family of their own."""

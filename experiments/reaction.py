@@ -258,7 +258,8 @@ class Reaction(Experiment):
                 self.sample(WORDINGS, self.control())
         return self.measure_units(self.units(), "scoring turns after each response")
 
-    def measure(self, model: Model, unit: Any) -> pd.DataFrame:
+    @staticmethod
+    def measure(model: Model, unit: Any) -> pd.DataFrame:
         return score_turns(model, unit)
 
     # -- what is estimated ------------------------------------------------------------------------

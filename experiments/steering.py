@@ -390,7 +390,8 @@ class Steering(Experiment):
             found.append(Steered(query.source, query.dataset, tokens, contexts, *arms))
         return found
 
-    def measure(self, model: Model, unit: Any) -> pd.DataFrame:
+    @staticmethod
+    def measure(model: Model, unit: Any) -> pd.DataFrame:
         return find_doses(model, unit) if isinstance(unit, Dosing) else steer(model, unit)
 
     def rows(self) -> pd.DataFrame:

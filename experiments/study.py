@@ -61,6 +61,7 @@ from experiments.locate import (
 from experiments.tables import estimates_of, headline, print_plan, too_few
 from ia_mech.cli import (
     Parser,
+    add_ray,
     add_workers,
     nonblank,
     one_line,
@@ -218,11 +219,12 @@ def stages(args: argparse.Namespace) -> list[Stage]:
                 result="learned-vector",
             ),
         ]
-    for name, lacking in (("workers", ("judge", "rates", "probes")), ("threads", ("judge",))):
-        if (number := getattr(args, name)) is not None:
+    modelless = ("judge", "rates", "probes")
+    for name, lacking in (("workers", modelless), ("ray", modelless), ("threads", ("judge",))):
+        if (value := getattr(args, name)) is not None:
             for stage in found:
                 if stage.name.split()[0] not in lacking:
-                    stage.words.extend([f"--{name}", str(number)])
+                    stage.words.extend([f"--{name}", str(value)])
     return found
 
 
@@ -413,6 +415,7 @@ def build_parser() -> Parser:
     add("--out", path_of, None, "where all of it goes (default: cache/study-MODEL)", metavar="DIR")
     switch("--dry-run", help="say what it takes, and stop")
     add_workers(parser)
+    add_ray(parser)
     return parser
 
 

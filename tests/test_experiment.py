@@ -249,13 +249,13 @@ def test_the_worked_experiment_measures_what_it_says_and_goes_on_where_it_was_st
     assert plan.status == 0 and "3 units of 3 queries" in plan.out and not folder.exists()
     measure, measured = first_words.measure, []
 
-    def interrupted(self, model, unit):
+    def interrupted(model, unit):
         measured.append(unit.source)
         if len(measured) == 2:
             raise KeyboardInterrupt
-        return measure(self, model, unit)
+        return measure(model, unit)
 
-    monkeypatch.setattr(first_words, "measure", interrupted)
+    monkeypatch.setattr(first_words, "measure", staticmethod(interrupted))
     assert call(first_words.main, words, capfd).status == 130
     assert not (folder / "result.json").exists()
     outcome = call(first_words.main, words, capfd)
@@ -351,7 +351,8 @@ class Again(Count):
         return {"same": Arm(conversations_of(self.runs[0].contexts))}
 
     def rows(self):
-        assert self.model.subject.weights_hash == self.runs[0].model["weights_hash"]
+        (subject,) = (self.workers(run)[0].subject for run in self.runs)
+        assert subject.weights_hash == self.runs[0].model["weights_hash"]
         return super().rows()
 
 
