@@ -80,8 +80,10 @@ GENERATIONS = pa.schema(
 
 # The columns of ``Run.turns``, which identify a turn. NAMES are texts that many turns share.
 NAMES = ("context_id", "source_id", "dataset", "perturbation")
-PLACE = ("order", "response_index", "response_unfinished")
-PLACE += ("temperature", "drawn_tokens", "sample")
+PLACE = (
+    *("order", "response_index", "response_unfinished"),
+    *("temperature", "drawn_tokens", "sample"),
+)
 UNFINISHED = ("length", "thought")  # the ``response_finish_reason`` of unfinished responses
 UNPERTURBED = "none"  # the perturbation of a conversation as it is
 TURN_KEYS = (
