@@ -5,8 +5,9 @@ newest token, whose key and value the kernel stores. What ``shared.attend`` and 
 compute in parts is one softmax here, which goes over all keys once.
 
 A *tile* is some rows of one context. A program computes one tile and one key-value head: the rows'
-queries that share this head are the rows of one matrix (Hydragen, arXiv 2402.05099). It goes through
-the prefix once, then through the own tokens of all its rows, where each row sees its own alone.
+queries that share this head are the rows of one matrix (Hydragen, arXiv 2402.05099). The program
+goes through the prefix once, then through the own tokens of all its rows, where each row sees its
+own alone.
 
 What changes from step to step are numbers in tensors: the rows of each tile, the *place* where a
 row's own tokens are, its *age* (how many they are), and the addresses of the prefixes. What is
@@ -184,20 +185,27 @@ class Tiling:
     """How the work is cut.
 
     Attributes:
-        queries: how many queries a tile has at most.
-        columns: how many keys are read at a time.
-        warps, stages: of a program, as Triton takes them.
+        queries: most queries of a tile.
+        columns: keys that are read at a time.
+        warps: of a program.
+        stages: how many readings overlap, as Triton counts them.
     """
 
     queries: int
     columns: int
-    warps: int = 4
+    warps: int
     stages: int = 2
 
     @classmethod
     def of(cls, dtype: torch.dtype, dim: int) -> "Tiling":
-        """One that fits into the registers; not measured."""
-        return cls(64, 64)
+        """One whose programs fit into registers. (Which is fastest has not been measured.)
+
+        Args:
+            dim: length of keys or values, the longer of both.
+        """
+        if dtype == torch.float32:  # multiplied without tensor cores
+            return cls(16, 32 if dim <= 128 else 16, warps=8)
+        return cls(32, 64 if dim <= 128 else 32, warps=4)
 
     def rows(self, group: int) -> int:
         """Rows of a tile, where so many heads share their keys."""
@@ -205,20 +213,20 @@ class Tiling:
 
 
 def tiles(contexts: Sequence[int], rows: int) -> list[tuple[int, list[int]]]:
-    """The tiles of a batch: of each its context and its rows, at most so many.
+    """The tiles of a batch, each a context and some of its rows.
 
     Args:
-        contexts: of each row; -1 for one that is idle.
-        rows: :meth:`Tiling.rows`.
+        contexts: of each row; -1 for an idle one.
+        rows: most rows of a tile, as :meth:`Tiling.rows` has it.
     """
     of: dict[int, list[int]] = {}
     for row, context in enumerate(contexts):
         of.setdefault(context, []).append(row)
-    return [
-        (context, of[context][start : start + rows])
-        for context in sorted(of.keys() - {-1})
-        for start in range(0, len(of[context]), rows)
-    ]
+    made = []
+    for context in sorted(of.keys() - {-1}):
+        mine, count = of[context], -(-len(of[context]) // rows)
+        made += [(context, mine[number::count]) for number in range(count)]  # about as many each
+    return made
 
 
 def attend(

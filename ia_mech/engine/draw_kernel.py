@@ -9,16 +9,20 @@ Logits stay in the model's dtype. What is launched depends on the shapes alone, 
 can hold it. This file needs Triton, and is imported only where that is there.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ia_mech.engine.sampling import BLOCK, LOG2_E, Draw
+from ia_mech.engine.sampling import BLOCK, LOG2_E, NEVER_DRAWN, Draw
 
 _BLOCK = tl.constexpr(BLOCK)
 _PIECE = tl.constexpr(64)  # blocks that are read at a time
 _LOG2_E = tl.constexpr(LOG2_E)
+_FLOOR = tl.constexpr(math.log(NEVER_DRAWN))
+_NONE = tl.constexpr(2**30)
 _WARPS = 8
 
 
@@ -43,8 +47,10 @@ def _gumbel(words):
 
 @triton.jit
 def _largest(scores, index):
-    """The index of the first largest score, and its lead over the next."""
-    best, at = tl.max(scores, 0, return_indices=True)
+    """The index of the first largest score, and its lead over the next. Where no score is a number,
+    the index is none of theirs."""
+    best = tl.max(scores, 0)
+    at = tl.min(tl.where(scores == best, index, _NONE), 0)
     return at, best - tl.max(tl.where(index == at, -float("inf"), scores), 0)
 
 
@@ -89,12 +95,14 @@ def _draw(
     total = tl.load(stats + blocks + block, mask=there, other=0.0)
     total = tl.log(tl.sum(total * tl.exp(below), 0))
     warm = tl.load(stats + 2 * blocks + block, mask=there, other=0.0)
-    # A block's score is the log-sum-exp of its logits / T. That of one without tokens is -inf.
-    scores = tl.log(warm) + below / t
+    # A block's score is the log-sum-exp of its logits / T.
+    scores = tl.maximum(tl.log(warm) + below / t, _FLOOR)
     warm = tl.log(tl.sum(warm * tl.exp(below / t), 0))
     noise = _gumbel(_words(key, tl.arange(0, BLOCKS // 4), now, 1))
-    chosen, lead = _largest(tl.where(greedy, top, scores + noise), block)
-    chosen = tl.minimum(chosen, blocks - 1)  # an idle row's logits may be no numbers
+    chosen, lead = _largest(
+        tl.where(greedy, top, tl.where(there, scores + noise, -float("inf"))), block
+    )
+    chosen = tl.minimum(chosen, blocks - 1)  # also of an idle row, whose logits may be no numbers
 
     place = tl.arange(0, _BLOCK)
     tokens = chosen * _BLOCK + place
@@ -107,10 +115,10 @@ def _draw(
     above = 0
     for first in range(0, blocks, _PIECE):
         number = first + tl.arange(0, _PIECE)
-        top = tl.load(stats + number, mask=number < blocks, other=-float("inf"))
-        if tl.max(top, 0) > x:
-            number = first * _BLOCK + tl.arange(0, _PIECE * _BLOCK)
-            others = tl.load(logits + number, mask=number < VOCAB, other=-float("inf"))
+        tops = tl.load(stats + number, mask=number < blocks, other=-float("inf"))
+        if tl.max(tops, 0) > x:
+            of_piece = first * _BLOCK + tl.arange(0, _PIECE * _BLOCK)
+            others = tl.load(logits + of_piece, mask=of_piece < VOCAB, other=-float("inf"))
             above += tl.sum((others.to(tl.float32) > x).to(tl.int32), 0)
 
     tl.store(token + row, tl.minimum(chosen * _BLOCK + at, VOCAB - 1).to(tl.int64))

@@ -33,7 +33,7 @@ _ONE_BELOW = 1.0 - 2.0**-24  # the largest float32 below one
 BLOCK = 64  # tokens that are first drawn as one
 # The least sum that a block is given, so that its score is finite. Such a block is never drawn:
 # noise lies between -2.9 and 22.9, and the block with the largest logit has a sum of 1 or more.
-_NEVER_DRAWN = 1e-30
+NEVER_DRAWN = 1e-30
 CPU_LOGITS = 400_000  # logits sampled at a time on a CPU, so that temporary tensors stay in cache
 LOG2_E = 1 / math.log(2)
 
@@ -142,7 +142,7 @@ def draw_tokens(logits: Tensor, temperature: Tensor, stream: Tensor, step: int |
         return gumbel(stream, numbers, step, level).masked_fill_(greedy, 0.0)
 
     blocks = torch.arange(maxima.shape[-1], device=logits.device)[None]
-    scores = torch.where(greedy, maxima, tempered.clamp(min=_NEVER_DRAWN).log_())
+    scores = torch.where(greedy, maxima, tempered.clamp(min=NEVER_DRAWN).log_())
     block, block_lead = _largest(scores + noise(blocks, 1))
     tokens, inside = _inside(block, logits)
     place, token_lead = _largest((inside - best) / divisor + noise(tokens, 0))
