@@ -2,9 +2,12 @@
 in Triton's interpreter. They are also compiled for GPUs that aren't there.
 """
 
+import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +23,8 @@ tl = pytest.importorskip("triton.language")
 from ia_mech.engine import attend_kernel, draw_kernel  # noqa: E402
 from ia_mech.engine.attend_kernel import Prefixes, Tiling  # noqa: E402
 
+# Shapes of ``compiled.py`` beside Qwen3's.
+OTHERS = ["smollm2", "gpt_oss", "gemma2", "float32 64", "float32 128", "float32 256"]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -129,6 +134,7 @@ def test_an_idle_rows_token_is_one_of_the_vocabulary():
 KV_HEADS, ROOM = 2, 48
 GROUPS = ((9, 40), (70,))  # two groups of prefilled contexts, each padded on its left
 SEVEN = (0, 1, 1, 2, -1, 2, 2)  # the context of each row; -1 for an idle one
+LARGE = Tiling(64, 64, warps=4)
 MANY = (*(0,) * 9, -1, *(1, 0) * 4, *(2,) * 5)
 
 
@@ -142,14 +148,14 @@ class Case:
     groups: tuple[tuple[int, ...], ...] = GROUPS
     numbers: dict = field(default_factory=dict)  # scaling, softcap, window
     sinks: bool = False
-    tiling: Tiling = Tiling(64, 64, 4)
+    tiling: Tiling = LARGE
 
 
 CASES = {
     "plain": Case(),
     "one row": Case(contexts=(0,), groups=((3,),)),
     "many rows": Case(contexts=MANY),
-    "small tiles": Case(contexts=MANY, numbers={"window": 36}, tiling=Tiling(16, 16, 4)),
+    "small tiles": Case(contexts=MANY, numbers={"window": 36}, tiling=Tiling(16, 16, warps=4)),
     "own tokens leave the window": Case(group=1, numbers={"window": 5}),
     "a window of one": Case(numbers={"window": 1}),
     "odd sizes": Case(group=3, dim=80, value_dim=128, numbers={"window": 30}, sinks=True),
@@ -323,3 +329,26 @@ def test_tiles_hold_each_row_once():
     ]
     assert all(MANY[row] == context for context, rows in made for row in rows)
     assert [len(rows) for _, rows in made] == [4, 3, 3, 3, 4, 3, 2]
+
+
+# -- compiled --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shapes", "most"),
+    [
+        (["qwen3"], 0),
+        # To fit one more program onto a processor, ptxas may store a few registers.
+        pytest.param(OTHERS, 24, marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_kernels_fit_into_registers(shapes, most, tmp_path):
+    """For an A100 and an H100, by the assembler that comes with Triton."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, str(Path(__file__).parent / "compiled.py"), *shapes]
+    made = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    print(made.stdout)
+    assert made.returncode == 0, made.stderr
+    found = re.findall(r"(\d+) registers, (\d+) bytes of stack", made.stdout)
+    assert len(found) >= 2 * len(shapes)
+    assert all(int(registers) < 256 and int(stack) <= most for registers, stack in found)

@@ -65,12 +65,12 @@ def _reduce_blocks(logits, temperature, stats, stride, blocks, VOCAB: tl.constex
     x = tl.load(logits + row * stride + token, mask=token < VOCAB, other=-float("inf"))
     x = x.to(tl.float32)
     top = tl.max(x, 1)
-    below = (x - tl.where(top == -float("inf"), 0.0, top)[:, None]) * _LOG2_E
+    below = x - tl.where(top == -float("inf"), 0.0, top)[:, None]
     to, there = stats + row * 3 * blocks + block, block < blocks
     tl.store(to, top, mask=there)
-    tl.store(to + blocks, tl.sum(tl.exp2(below), 1), mask=there)
-    tempered = tl.exp2(below / tl.where(t == 0.0, 1.0, t))
-    tl.store(to + 2 * blocks, tl.sum(tempered, 1), mask=there)
+    tl.store(to + blocks, tl.sum(tl.exp2(below * _LOG2_E), 1), mask=there)
+    warmth = _LOG2_E / tl.where(t == 0.0, 1.0, t)
+    tl.store(to + 2 * blocks, tl.sum(tl.exp2(below * warmth), 1), mask=there)
 
 
 @triton.jit
@@ -163,6 +163,6 @@ def draw(
         *(logits.stride(0), blocks),
         VOCAB=vocab,
         BLOCKS=triton.next_power_of_2(max(blocks, 4)),
-        num_warps=_WARPS,
+        num_warps=2 * _WARPS,
     )
     return out
