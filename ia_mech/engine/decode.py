@@ -6,16 +6,20 @@ is never changed: rows go on from a copy of it, or refer to it
 step takes.
 """
 
+import contextlib
+import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from ia_mech.engine.installed import installed
 from ia_mech.engine.intervene import TokenwiseIntervention
 from ia_mech.engine.sampling import Draw, draw_tokens
-from ia_mech.engine.state import Prefilled, expand, forward
+from ia_mech.engine.state import Prefilled, State, expand, forward
 
 FREED = 4  # rows join once one place in so many is free, since each joining copies states
 
@@ -29,12 +33,20 @@ class Row:
         temperature: 0 for greedy.
         stream: key of its noise, from :func:`ia_mech.engine.sampling.stream_key`; unused if greedy.
         steered: changes made at every token of the turn; position 0 stands for all of them.
+        drawn: how many of its first tokens are drawn at its temperature; the rest is greedy. None
+            for all.
     """
 
     context: int
     temperature: float
     stream: tuple[int, int]
     steered: tuple[TokenwiseIntervention, ...] = ()
+    drawn: int | None = None
+
+    @property
+    def most_drawn(self) -> int:
+        """``drawn`` as a number."""
+        return sys.maxsize if self.drawn is None else self.drawn
 
 
 @dataclass(frozen=True)
@@ -79,59 +91,127 @@ def decode(
     """
     if not rows:
         return []
-    device, stops = groups[0].logits.device, set(stop_ids)
-    record = _Record(len(rows), max_new_tokens)
+    stops, record = set(stop_ids), _Record(len(rows), max_new_tokens)
     places = min(together or len(rows), len(rows))
     waiting = sorted(range(len(rows)), key=lambda row: rows[row].context)
-    temperatures = torch.tensor([row.temperature for row in rows], device=device)
-    streams = torch.tensor([row.stream for row in rows], device=device)
-    firsts = torch.cat([group.logits for group in groups])
-    batch: list[int] = []  # the row in each place
-    logits, state, changed = firsts[:0], None, False
-    while batch or waiting:
-        there, free = len(batch), places - len(batch)
-        if waiting and free * FREED >= places:
-            joining, waiting = waiting[:free], waiting[free:]
-            batch += joining
-            logits = torch.cat([logits, firsts[[rows[row].context for row in joining]]])
-            changed = True
-        if changed:
-            at = torch.tensor(batch, device=device)
-            temperature, stream = temperatures[at], streams[at]
-            steps = torch.tensor(record.length[batch], device=device)[:, None]
-        draws = draw_tokens(logits, temperature, stream, steps)
-        tokens = record.add(batch, draws)
-        left = (max_new_tokens - record.length[batch]).tolist()
-        last = {at for at, token in enumerate(tokens) if token in stops or not left[at]}
-        if on_step is not None:
-            on_step(len(batch), len(last), sum(left[at] for at in last))
-        kept = [at for at in range(there) if at not in last]
+    batch: list[int] = []
+    with _stepping(model, groups, rows, places, max_new_tokens - 1) as steps:
+        while batch or waiting:
+            free = places - len(batch)
+            if waiting and free * FREED >= places:
+                batch, waiting = batch + waiting[:free], waiting[free:]
+            tokens = record.add(batch, steps.draw(batch, record.length[batch]))
+            left = (max_new_tokens - record.length[batch]).tolist()
+            last = {at for at, token in enumerate(tokens) if token in stops or not left[at]}
+            if on_step is not None:
+                on_step(len(batch), len(last), sum(left[at] for at in last))
+            order = steps.forward([at for at in range(len(batch)) if at not in last])
+            batch = [batch[at] for at in order]
+    return record.rows(stops)
+
+
+def captures(model: PreTrainedModel, rows: Sequence[Row]) -> bool:
+    """Whether such rows are decoded by captured steps (``captured.py``)."""
+    return installed(model).engine.captured and not any(row.steered for row in rows)
+
+
+class Steps(Protocol):
+    """The steps of one decoding: each draws a token for every row, and feeds it to the model."""
+
+    def draw(self, batch: Sequence[int], length: np.ndarray) -> Draw:
+        """The next token of each row.
+
+        Args:
+            batch: the rows in the order that :meth:`forward` left them in, and behind them those
+                that join.
+            length: how many tokens each has drawn before.
+        """
+
+    def forward(self, staying: list[int]) -> list[int]:
+        """Feed the drawn tokens to the rows that stay; the others are dropped.
+
+        Args:
+            staying: indices into the batch.
+
+        Returns:
+            The same indices, in the order in which the rows are from now on.
+        """
+
+
+def _stepping(
+    model: PreTrainedModel, groups: Sequence[Prefilled], rows: Sequence[Row], places: int, room: int
+) -> contextlib.AbstractContextManager[Steps]:
+    if captures(model, rows):
+        from ia_mech.engine import captured  # needs Triton
+
+        return captured.stepping(model, groups, rows, places, room)
+    return contextlib.nullcontext(_PlainSteps(model, groups, rows, places, room))
+
+
+class _PlainSteps:
+    """Steps on any device, of any model and any rows. A row's state moves when others end."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        groups: Sequence[Prefilled],
+        rows: Sequence[Row],
+        places: int,
+        room: int,
+    ) -> None:
+        self._model, self._groups, self._rows = model, groups, rows
+        self._places, self._room = places, room
+        self._firsts = torch.cat([group.logits for group in groups])
+        device = self._firsts.device
+        self._temperatures = torch.tensor([row.temperature for row in rows], device=device)
+        self._streams = torch.tensor([row.stream for row in rows], device=device)
+        self._drawn = torch.tensor([row.most_drawn for row in rows], device=device)
+        self._batch: list[int] = []
+        self._state: State | None = None
+        self._logits = self._firsts[:0]
+
+    def draw(self, batch: Sequence[int], length: np.ndarray) -> Draw:
+        if begun := batch[len(self._logits) :]:
+            firsts = self._firsts[[self._rows[row].context for row in begun]]
+            self._logits = torch.cat([self._logits, firsts])
+        if batch != self._batch:
+            self._batch, at = list(batch), torch.tensor(batch, device=self._logits.device)
+            self._step = torch.from_numpy(length).to(at.device)[:, None]
+            self._temperature, self._stream = self._temperatures[at], self._streams[at]
+            self._last_drawn = self._drawn[at]
+        temperature = self._temperature.where(self._step[:, 0] < self._last_drawn, 0.0)
+        draws = draw_tokens(self._logits, temperature, self._stream, self._step)
+        self._token, self._step = draws.token, self._step + 1
+        return draws
+
+    def forward(self, staying: list[int]) -> list[int]:
+        state, everyone = self._state, len(self._batch)
+        there = 0 if state is None else state.rows
+        kept = [at for at in staying if at < there]
+        begun = staying[len(kept) :]
         if state is not None and 0 < len(kept) < there:
-            kept = state.drop([at for at in range(there) if at in last])
-        begun = [at for at in range(there, len(batch)) if at not in last]
-        batch, changed = [batch[at] for at in kept + begun], bool(last)
-        if not batch:
-            logits = firsts[:0]
-            continue
-        token = draws.token[kept + begun] if changed else draws.token
-        state = state if kept else None  # frees its memory for the next one
+            kept = state.drop([at for at in range(there) if at not in set(kept)])
+        order = kept + begun
+        self._state = state = state if kept else None  # frees its memory for the next one
+        if not order:
+            self._logits, self._batch = self._firsts[:0], []
+            return order
+        token = self._token[order] if len(order) < everyone else self._token
+        rows = [self._rows[self._batch[at]] for at in order]
         if begun:
-            fresh = expand(
-                model,
-                groups,
-                [rows[row].context for row in batch[len(kept) :]],
-                max_new_tokens - 1,
-                places=places,
-            )
+            contexts = [row.context for row in rows[len(kept) :]]
+            fresh = expand(self._model, self._groups, contexts, self._room, places=self._places)
             if state is None:
-                state = fresh
+                self._state = state = fresh
             else:
                 state.join(fresh)
         assert state is not None
-        steps = steps + 1
-        steered = [rows[row].steered for row in batch]
-        logits = forward(model, state, token[:, None], interventions=steered).logits[:, -1]
-    return record.rows(stops)
+        steered = [row.steered for row in rows]
+        output = forward(self._model, state, token[:, None], interventions=steered)
+        self._logits = output.logits[:, -1]
+        if len(order) < everyone:
+            self._batch = []  # what is known of each row is looked up again
+        return order
 
 
 class _Record:

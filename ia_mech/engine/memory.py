@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
@@ -81,6 +82,10 @@ def part_bytes(device: torch.device, weights: int, everywhere: bool = False) -> 
     return max(left, total // RESERVE) // workers
 
 
+# What decoding with a model leaves for the next one: tensors and graphs of captured steps. One that
+# decodes takes it out.
+kept: WeakKeyDictionary[PreTrainedModel, Any] = WeakKeyDictionary()
+
 _share = ContextVar("_share", default=1)  # passes may hold one part in so many of their limits
 
 
@@ -131,6 +136,7 @@ class Backoff:
                 if not is_out_of_memory(error):
                     raise
             # Outside the except block: the traceback would keep the batch's tensors alive.
+            kept.clear()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             if size == 1:
