@@ -149,8 +149,8 @@ def test_position_ids_off_by_one_are_found(architecture, dtype, monkeypatch):
 def test_a_mask_that_shows_the_padding_is_found(architecture, dtype, monkeypatch):
     honest = ia_mech.engine.state._left_padded
 
-    def unmasked(ids, device):
-        padded, mask = honest(ids, device)
+    def unmasked(ids):
+        padded, mask = honest(ids)
         return padded, torch.ones_like(mask)
 
     monkeypatch.setattr(ia_mech.engine.state, "_left_padded", unmasked)

@@ -220,8 +220,9 @@ class Computation:
             together=limit,
             on_step=work.decoded,
         )
-        logits = torch.cat([group.logits.cpu() for group in groups])
-        residuals = torch.cat([cast(Tensor, group.residuals).cpu() for group in groups])
+        # Each leaves the device at once, when the rows are decoded.
+        logits = torch.cat([group.logits for group in groups]).cpu()
+        residuals = torch.cat([cast(Tensor, group.residuals) for group in groups]).cpu()
         results: dict[int, ContextResult] = {}
         for at, number in enumerate(order):
             if logits[at].isnan().any():
