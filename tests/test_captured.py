@@ -1,13 +1,13 @@
-"""Captured steps against plain ones, on a CPU: with the kernels' definition in plain PyTorch, and in
-a few cases with the kernels. A tape (``tape.py``) stands for a CUDA graph."""
+"""Captured steps against plain ones, on a CPU: a tape (``tape.py``) stands for a CUDA graph. What the
+kernels are to compute is computed by plain PyTorch, and in a few cases by the kernels."""
 
 import contextlib
 import ctypes
+import itertools
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import tape
 import tiny
@@ -15,15 +15,17 @@ import torch
 from contract import near_ties, prefilled
 from torch import Tensor
 
+from ia_mech.engine import check
+from ia_mech.engine.check import check_engine
 from ia_mech.engine.decode import Row, decode
-from ia_mech.engine.installed import installed
+from ia_mech.engine.installed import install, installed
 from ia_mech.engine.memory import kept
 from ia_mech.engine.sampling import Draw, draw_tokens, stream_key
 
 pytest.importorskip("triton")
 
-from ia_mech.engine import attend_kernel, captured, draw_kernel  # noqa: E402
-from ia_mech.engine.attend_kernel import Prefixes  # noqa: E402
+from ia_mech.engine import attend_kernel, captured, draw_kernel, norms
+from ia_mech.engine.attend_kernel import Prefixes
 
 LENGTHS = (3, 5, 9, 14, 17, 23)
 STOPS = [tiny.EOS, *range(88, 97)]
@@ -56,7 +58,7 @@ def plain_attend(
             query, new_key, new_value, own_key, own_value, Prefixes(*prefix), tile_context,
             tile_rows, places, ages, scaling=scaling, softcap=softcap, window=window, sinks=sinks,
         )  # fmt: skip
-    _, kv_heads, _, dim = own_key.shape
+    kv_heads = own_key.shape[1]
     group = query.shape[1] // kv_heads
     output = query.new_full((*query.shape[:2], own_value.shape[-1]), torch.nan)
     for context, rows in zip(tile_context.tolist(), tile_rows.tolist(), strict=True):
@@ -95,7 +97,9 @@ def plain_draw(
         return
     temperature = temperature.where(step < drawn, 0.0)
     found = draw_tokens(logits.float(), temperature, stream, step[:, None])
-    for to, value in zip((token, logprob, tempered, rank, margin), vars(found).values()):
+    for to, value in zip(
+        (token, logprob, tempered, rank, margin), vars(found).values(), strict=True
+    ):
         to.copy_(value)
 
 
@@ -143,17 +147,138 @@ def groups_of(model):
     return [prefilled(model, LENGTHS[:4]), prefilled(model, LENGTHS[4:])]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3", "gpt_oss", "gemma4"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3", "gpt_oss", "mistral"])
 @pytest.mark.parametrize("capture", [uncaptured, tape.record])
 def test_rows_that_end_and_join_are_as_by_plain_steps(architecture, capture, capturing):
     model, steps = tiny.model(architecture), []
     groups = groups_of(model)
     plain = decode(model, groups, ROWS, STOPS, 9, together=11)
+    assert len({len(row.token_ids) for row in plain}) > 3
     with capturing(model, capture) as made:
-        for _ in range(2):  # the second time with the graphs of the first
+        numbers = []
+        for _ in range(2):  # the second time with the tensors and graphs of the first
             found = decode(
                 model, groups, ROWS, STOPS, 9, together=11, on_step=lambda *n: steps.append(n)
             )
-            print(made.engine.uncaptured)
             assert near_ties(model, LENGTHS, ROWS, found, plain) == 0
-    assert len({len(row.token_ids) for row in plain}) > 3
+            numbers.append(kept[model])
+        assert made.engine.captured and numbers[0] is numbers[1]
+    assert sorted(numbers[0]._graphs) == [8, 11]
+    assert sum(drew for drew, *_ in steps) == 2 * sum(len(row.token_ids) for row in plain)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt_oss"])
+def test_with_the_kernels(architecture, capturing):
+    model, rows = tiny.model(architecture), [ROWS[at] for at in (0, 1, 4, 8, 16)]
+    groups = groups_of(model)
+    plain = decode(model, groups, rows, [], 3, together=4)
+    with capturing(model, kernels=True) as made:
+        found = decode(model, groups, rows, [], 3, together=4)
+        assert made.engine.captured
+    assert near_ties(model, LENGTHS, rows, found, plain) == 0
+
+
+# -- the tape: what a graph doesn't see, and what it can't hold ------------------------------------
+
+
+def test_what_python_counts_is_not_in_a_graph(capturing, monkeypatch):
+    """The rows are right where each step is made anew, and wrong from a tape."""
+    model, honest = tiny.model("llama"), captured._Numbers._step
+    groups, rows = groups_of(model), [ROWS[1], ROWS[4], ROWS[7]]
+    plain, wrong = decode(model, groups, rows, [], 7), []
+    for capture in (uncaptured, tape.record):
+        count = itertools.count(-1)  # a step that isn't decoding comes first
+
+        def counting(numbers, model, width, count=count):
+            numbers.step[:width] = next(count)
+            honest(numbers, model, width)
+
+        monkeypatch.setattr(captured._Numbers, "_step", counting)
+        with capturing(model, capture):
+            found = decode(model, groups, rows, [], 7)
+        pairs = zip(found, plain, strict=True)
+        wrong.append(sum(a.token_ids.tolist() != b.token_ids.tolist() for a, b in pairs))
+    assert wrong == [0, 3]
+
+
+def asks_the_host(numbers):
+    assert int(numbers.token[0]) >= 0
+
+
+def has_a_shape_that_depends_on_numbers(numbers):
+    numbers.token[numbers.token > 0].sum()
+
+
+def has_a_tensor_of_the_hosts_numbers(numbers):
+    numbers.rank[:2].copy_(torch.tensor([1, 2]))
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [asks_the_host, has_a_shape_that_depends_on_numbers, has_a_tensor_of_the_hosts_numbers],
+)
+def test_a_step_that_cannot_be_captured_is_computed_as_it_comes(planted, capturing, monkeypatch):
+    model, honest = tiny.model("llama"), captured._Numbers._step
+    groups = groups_of(model)
+    plain = decode(model, groups, ROWS, STOPS, 6, together=11)
+    monkeypatch.setattr(
+        captured._Numbers, "_step", lambda self, *given: (planted(self), honest(self, *given))
+    )
+    with capturing(model) as made:
+        found = decode(model, groups, ROWS, STOPS, 6, together=11)
+        assert not made.engine.captured and "not permitted" in made.engine.uncaptured
+    assert near_ties(model, LENGTHS, ROWS, found, plain) == 0
+
+
+def test_launches_of_a_step(capturing, monkeypatch):
+    """28 layers of Qwen3, with fused norms; each kernel is one launch, and the draw is two."""
+    monkeypatch.setattr(norms, "rms_norm", fused)
+    model = tiny.fresh("qwen3", num_hidden_layers=28)
+    install(model)
+    norms.fuse_norms(model)
+    groups, rows = groups_of(model), ROWS[1:3]
+    plain = decode(model, groups, rows, [], 2)
+    with capturing(model):
+        found = decode(model, groups, rows, [], 2)
+        names = Counter(kept[model]._graphs[2].names)
+    assert near_ties(model, LENGTHS, rows, found, plain) == 0
+    print(names, sum(names.values()) + 1)
+    assert names["attend"] == 28 and names["draw"] == 1 and names["rms_norm"] == 4 * 28 + 1
+    assert sum(names.values()) + 1 <= 800
+
+
+@torch.library.custom_op("ia_mech_tests::rms_norm", mutates_args=())
+def fused(states: Tensor, shape: list[int], weight: Tensor, epsilon: float) -> Tensor:
+    """On CUDA it is one kernel."""
+    return torch.nn.functional.rms_norm(states, shape, weight, epsilon)
+
+
+# -- the start-up check ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt_oss"])
+def test_the_check_goes_through_captured_steps(architecture, capturing, monkeypatch):
+    model, honest = tiny.fresh(architecture), captured.attend
+    monkeypatch.setattr(check, "CAPTURING", ("cpu",))
+    with capturing(tiny.model("llama")):
+        assert check_engine(model, tiny.prompt(24, seed=0)).captured
+
+        def blind(*tensors, **about):  # to the oldest own token of rows that have several
+            ages = tensors[-1]
+            return honest(*tensors[:-1], (ages - 1).clamp(min=0), **about)
+
+        monkeypatch.setattr(captured, "attend", blind)
+        engine = check_engine(tiny.fresh(architecture), tiny.prompt(24, seed=0))
+        assert not engine.captured and engine.share and "captured steps" in engine.uncaptured
+        assert str(engine).endswith(f"; steps aren't captured ({engine.uncaptured})")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "why"),
+    [("qwen3_5", "some layers"), ("gemma4", "some layers"), ("glm4_moe", "not permitted")],
+)
+def test_models_whose_steps_are_not_captured(architecture, why, capturing, monkeypatch):
+    monkeypatch.setattr(check, "CAPTURING", ("cpu",))
+    with capturing(tiny.model("llama")):
+        engine = check_engine(tiny.fresh(architecture), tiny.prompt(24, seed=0))
+    assert not engine.captured and why in engine.uncaptured

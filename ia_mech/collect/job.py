@@ -31,6 +31,7 @@ from ia_mech.collect.rows import ContextResult, PreparedContext, tables
 from ia_mech.data.conversations import Conversation
 from ia_mech.display import Progress
 from ia_mech.engine.check import check_engine
+from ia_mech.engine.installed import installed
 from ia_mech.engine.intervene import Intervention
 from ia_mech.engine.memory import Backoff, footprint, part_bytes
 from ia_mech.engine.shared import Engine
@@ -156,11 +157,11 @@ class _Job:
 
     def work(self, engine: Engine, shard: Shard, workers: int, threads: int) -> None:
         """Compute and write what isn't there yet, with so many workers of so many threads."""
-        self.workers, self.threads = workers, threads
+        self.engine, self.workers, self.threads = engine, workers, threads
         responses = self._todo("responses", self.parts.responses)
         contexts = self._todo("contexts", self.parts.contexts)
         if responses or contexts:
-            self._begin_session(engine, shard)
+            self._begin_session(shard)
             try:
                 if responses:
                     self._write_responses(responses)
@@ -184,8 +185,8 @@ class _Job:
         done = self.writer.finished_parts(kind)
         return [name for name in parts if name not in done]
 
-    def _begin_session(self, engine: Engine, shard: Shard) -> None:
-        here, say = machine(self.subject, self.threads), self.progress.say
+    def _begin_session(self, shard: Shard) -> None:
+        here, say, engine = machine(self.subject, self.threads), self.progress.say, self.engine
         for before in Run(self.writer.path).sessions[-1:]:
             if changed := machine_changes(before, here):
                 say(
@@ -200,7 +201,8 @@ class _Job:
         checked = "" if self.settings.ignore_check else "agrees with plain forward passes; "
         say(f"engine: {checked}{engine}")
         if self.plan.vector is not None:
-            say(f"steered: {self.plan.vector}")
+            plain = engine.captured and self.plan.vector.at_turn
+            say(f"steered: {self.plan.vector}{'; such steps are not captured' if plain else ''}")
         if self.plan.skipped:
             say(f"skipped: {len(self.plan.skipped)}, such as {self.plan.skipped[0]}")
         if engine.ignored:
@@ -251,6 +253,9 @@ class _Job:
 
         def finished(item: tuple[str, list], outcome: tuple[list, int, PartProgress]) -> None:
             (name, prepared), (results, limit, begun) = item, outcome
+            before, self.engine = self.engine, installed(self.subject.model).engine
+            if before != self.engine:
+                self.progress.say(f"note: steps aren't captured now ({self.engine.uncaptured})")
             write(name, prepared, results, limit if limit < most else None)
             begun.end()
 
@@ -325,7 +330,7 @@ class _Job:
             for query, own in zip(queries, drawn, strict=True)
             for draw, one in enumerate(own)
         ]
-        self.writer.add_responses(name, rows, limit)
+        self.writer.add_responses(name, rows, limit, self.engine.captured)
 
     # -- contexts -------------------------------------------------------------------------------
 
@@ -357,7 +362,8 @@ class _Job:
             limit: int | None,
         ) -> None:
             made = tables(contexts, results, self.settings, self.plan.chat)
-            self.writer.add_contexts(name, *made, limit)
+            steered = any(context.at_turn for context in contexts)
+            self.writer.add_contexts(name, *made, limit, self.engine.captured and not steered)
 
         def compute(
             _: str, some: list[PreparedContext], limit: int, begun: PartProgress

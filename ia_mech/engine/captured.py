@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -113,9 +113,16 @@ class _Layer(DynamicLayer):
         numbers, rows = self.numbers, len(query)
         count = numbers.most_tiles(rows)
         return attend(
-            *(query[:, :, 0], key[:, :, 0], value[:, :, 0], *self.own, self.prefix),
-            *(numbers.tile_context[:count], numbers.tile_rows[:count]),
-            *(numbers.place[:rows], numbers.age[:rows]),
+            query[:, :, 0],
+            key[:, :, 0],
+            value[:, :, 0],
+            self.own[0],
+            self.own[1],
+            self.prefix,
+            numbers.tile_context[:count],
+            numbers.tile_rows[:count],
+            numbers.place[:rows],
+            numbers.age[:rows],
             scaling=scaling,
             softcap=softcap,
             window=window,
@@ -139,7 +146,8 @@ class _Numbers:
     ) -> None:
         self.places, self.room, self.contexts = places, room, contexts
         self._engine = installed(model).engine
-        layers, device = like.state.cache.layers, like.logits.device
+        layers: list[Any] = like.state.cache.layers
+        device = like.logits.device
         heads = installed(model).config.num_attention_heads
 
         def numbers(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
@@ -183,8 +191,8 @@ class _Numbers:
             first = 0
             for group, before in zip(groups, padding, strict=True):
                 last = first + len(before)
-                mine = addresses[layer, :, first:last]
-                for at, states in enumerate(held(group.state.cache.layers[layer])):
+                mine, cached = addresses[layer, :, first:last], group.state.cache.layers[layer]
+                for at, states in enumerate(held(cast(DynamicLayer, cached))):
                     if states.stride()[2:] != (states.shape[3], 1):
                         states = states.contiguous()
                         self._moved.append(states)
@@ -242,8 +250,14 @@ class _Numbers:
             ).logits[:, -1]
         for each in (self.position, self.step, self.age):
             each[:width] += 1
-        about = (self.temperature, self.drawn, self.stream, self.step)
-        draw(logits, *(each[:width] for each in about), out=first_rows(self.draws, width))
+        draw(
+            logits,
+            self.temperature[:width],
+            self.drawn[:width],
+            self.stream[:width],
+            self.step[:width],
+            out=first_rows(self.draws, width),
+        )
 
 
 def first_rows(draws: Draw, count: int) -> Draw:
@@ -268,8 +282,8 @@ class CapturedSteps:
         self._contexts = np.array([row.context for row in rows])
         self._about = {
             "temperature": np.array([row.temperature for row in rows], np.float32),
-            "stream": np.array([row.stream for row in rows]),
             "drawn": np.array([row.most_drawn for row in rows]),
+            "stream": np.array([row.stream for row in rows]),
         }
         self._free, self._place = list(range(places)), dict[int, int]()
         self._batch: list[int] = []
@@ -278,11 +292,11 @@ class CapturedSteps:
         there, device = len(self._batch), self._firsts.device
         draws = first_rows(self._numbers.draws, there)
         if begun := list(batch[there:]):
-            about = {
-                name: torch.from_numpy(each[begun]).to(device) for name, each in self._about.items()
-            }
-            step = torch.zeros(len(begun), dtype=torch.long, device=device)
-            first = draw(self._firsts[self._contexts[begun]], step=step, **about)
+            temperature, drawn, stream = (
+                torch.from_numpy(each[begun]).to(device) for each in self._about.values()
+            )
+            logits, step = self._firsts[self._contexts[begun]], torch.zeros_like(drawn)
+            first = draw(logits, temperature, drawn, stream, step)
             pairs = zip(vars(draws).values(), vars(first).values(), strict=True)
             draws = Draw(*map(torch.cat, pairs))
         self._changed = bool(begun)
