@@ -1,7 +1,8 @@
-"""Captured steps against plain ones, on a CPU: a tape (``tape.py``) stands for a CUDA graph. What the
-kernels are to compute is computed by plain PyTorch, and in a few cases by the kernels."""
+"""Captured steps against plain ones, on a CPU: a tape (``tape.py``) stands for a CUDA graph. Plain
+PyTorch computes what the kernels are to compute; in a few cases the kernels do."""
 
 import contextlib
+import copy
 import ctypes
 import itertools
 from collections import Counter
@@ -12,14 +13,14 @@ import pytest
 import tape
 import tiny
 import torch
-from contract import near_ties, prefilled
+from contract import near_ties, prefilled, relative_l2
 from torch import Tensor
 
 from ia_mech.engine import check
 from ia_mech.engine.check import check_engine
 from ia_mech.engine.decode import Row, decode
 from ia_mech.engine.installed import install, installed
-from ia_mech.engine.memory import kept
+from ia_mech.engine.memory import Backoff, kept
 from ia_mech.engine.sampling import Draw, draw_tokens, stream_key
 
 pytest.importorskip("triton")
@@ -163,17 +164,18 @@ def test_rows_that_end_and_join_are_as_by_plain_steps(architecture, capture, cap
             assert near_ties(model, LENGTHS, ROWS, found, plain) == 0
             numbers.append(kept[model])
         assert made.engine.captured and numbers[0] is numbers[1]
-    assert sorted(numbers[0]._graphs) == [8, 11]
+    assert sorted(numbers[0]._graphs) == [8, 16]
     assert sum(drew for drew, *_ in steps) == 2 * sum(len(row.token_ids) for row in plain)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt_oss"])
 def test_with_the_kernels(architecture, capturing):
-    model, rows = tiny.model(architecture), [ROWS[at] for at in (0, 1, 4, 8, 16)]
+    model, rows = tiny.fresh(architecture, num_hidden_layers=2), [ROWS[at] for at in (0, 1, 8, 16)]
+    install(model)
     groups = groups_of(model)
-    plain = decode(model, groups, rows, [], 3, together=4)
+    plain = decode(model, groups, rows, [], 3, together=3)
     with capturing(model, kernels=True) as made:
-        found = decode(model, groups, rows, [], 3, together=4)
+        found = decode(model, groups, rows, [], 3, together=3)
         assert made.engine.captured
     assert near_ties(model, LENGTHS, rows, found, plain) == 0
 
@@ -240,7 +242,7 @@ def test_launches_of_a_step(capturing, monkeypatch):
     plain = decode(model, groups, rows, [], 2)
     with capturing(model):
         found = decode(model, groups, rows, [], 2)
-        names = Counter(kept[model]._graphs[2].names)
+        names = Counter(kept[model]._graphs[8].names)
     assert near_ties(model, LENGTHS, rows, found, plain) == 0
     print(names, sum(names.values()) + 1)
     assert names["attend"] == 28 and names["draw"] == 1 and names["rms_norm"] == 4 * 28 + 1
@@ -273,12 +275,87 @@ def test_the_check_goes_through_captured_steps(architecture, capturing, monkeypa
         assert str(engine).endswith(f"; steps aren't captured ({engine.uncaptured})")
 
 
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 8.0}
+
+
 @pytest.mark.parametrize(
-    ("architecture", "why"),
-    [("qwen3_5", "some layers"), ("gemma4", "some layers"), ("glm4_moe", "not permitted")],
+    ("architecture", "sizes", "why"),
+    [
+        ("qwen3_5", {}, "some layers"),
+        ("gemma4", {}, "some layers"),
+        ("llama", {"rope_parameters": DYNAMIC}, "longest row"),
+    ],
 )
-def test_models_whose_steps_are_not_captured(architecture, why, capturing, monkeypatch):
+def test_models_whose_steps_are_not_captured(architecture, sizes, why, capturing, monkeypatch):
     monkeypatch.setattr(check, "CAPTURING", ("cpu",))
-    with capturing(tiny.model("llama")):
-        engine = check_engine(tiny.fresh(architecture), tiny.prompt(24, seed=0))
+    engine = check_engine(tiny.fresh(architecture, **sizes), tiny.prompt(24, seed=0))
     assert not engine.captured and why in engine.uncaptured
+
+
+# -- memory, and runs on disk ----------------------------------------------------------------------
+
+
+def test_memory_that_is_kept_is_given_up_before_batches_are_halved(capturing):
+    model = tiny.model("llama")
+    with capturing(model):
+        decode(model, groups_of(model), ROWS[:2], [], 3)
+        sizes, shrunk = [], []
+
+        def needs_what_is_kept(size):
+            sizes.append(size)
+            if kept:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return size
+
+        assert Backoff(4, shrunk.append).retry(needs_what_is_kept) == 4
+        assert (sizes, shrunk) == ([4, 4], [])
+
+
+def test_a_capture_that_runs_out_of_memory_is_left_to_backing_off(capturing):
+    model = tiny.model("llama")
+    groups = groups_of(model)
+
+    def scarce(step, _before):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with capturing(model, scarce) as made:
+        with pytest.raises(torch.OutOfMemoryError):
+            decode(model, groups, ROWS[:2], [], 3)
+        assert made.engine.captured and not kept
+
+
+# -- norms -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3", "gpt_oss", "qwen3_5"])
+def test_norms_are_fused_in_passes_alone(architecture, dtype):
+    model = copy.deepcopy(tiny.model(architecture)).to(dtype)
+    with torch.no_grad():
+        for module in model.modules():
+            if "RMSNorm" in type(module).__name__:
+                module.weight += 0.1 * torch.randn(module.weight.shape)
+    groups, ids = [prefilled(model, LENGTHS)], torch.tensor([tiny.prompt(9, seed=1)])
+    before = model(ids).logits
+    norms.fuse_norms(model)
+    twin = copy.deepcopy(model)
+    fused = [one for one in model.modules() if "forward" in vars(one)]
+    gated = [one for one in model.modules() if "Gated" in type(one).__name__]
+    assert len(fused) >= 9 and not {*map(id, fused)} & {*map(id, gated)}
+    assert torch.equal(model(ids).logits, before)
+    logits = prefilled(model, LENGTHS).logits
+    assert relative_l2(logits, groups[0].logits) <= (1e-5 if dtype == torch.float32 else 0.05)
+    with torch.no_grad():
+        fused[0].weight += 1.0
+    assert torch.equal(prefilled(twin, LENGTHS).logits, logits)  # it has norms of its own
+    assert not torch.equal(prefilled(model, LENGTHS).logits, logits)
+
+
+def test_a_norm_that_computes_something_else_is_left_alone():
+    class OddRMSNorm(torch.nn.RMSNorm):
+        def forward(self, states):
+            return super().forward(states) + 1e-3
+
+    odd, even = OddRMSNorm(8, eps=1e-6), torch.nn.RMSNorm(8, eps=1e-6)
+    norms.fuse_norms(torch.nn.ModuleList([odd, even]))
+    assert "forward" in vars(even) and "forward" not in vars(odd)

@@ -32,13 +32,18 @@ from ia_mech.engine.shared import ATTRIBUTE, Engine, held
 from ia_mech.engine.state import Prefilled
 from ia_mech.errors import is_out_of_memory
 
-LEAST_WIDTH = 8  # rows
+UNIT = 8  # widths are multiples of it, so that kernels are compiled once for all
+
+
+def rounded(number: int, unit: int = UNIT) -> int:
+    """A number, or the next multiple of the unit."""
+    return -(-number // unit) * unit
 
 
 def width_of(rows: int, places: int) -> int:
-    """The width of a batch: at most a quarter more than its rows, or :data:`LEAST_WIDTH`."""
-    unit = max(LEAST_WIDTH, 1 << max(0, rows.bit_length() - 3))
-    return min(places, -(-rows // unit) * unit)
+    """The width of a batch: a multiple of a quarter of the power of two below its rows."""
+    unit = max(UNIT, 1 << max(0, rows.bit_length() - 3))
+    return min(rounded(places), rounded(rows, unit))
 
 
 def capture(step: Callable[[], None], before: Any) -> Any:
@@ -65,8 +70,9 @@ def stepping(
     with torch.inference_mode():
         if numbers is None or not numbers.suffice(engine, places, room, contexts):
             numbers = None  # frees its memory for the next
-            most = 1 << contexts.bit_length()  # the next decoding may have some more
-            numbers = _Numbers(model, groups[0], places, max(1, room), most)
+            # The next decoding may have some more contexts.
+            most = max(UNIT, 1 << contexts.bit_length())
+            numbers = _Numbers(model, groups[0], rounded(places), max(1, room), most)
         numbers.refer_to(groups)
         yield CapturedSteps(model, numbers, groups, rows, places)
     kept[model] = numbers  # not after an error
@@ -179,7 +185,7 @@ class _Numbers:
 
     def most_tiles(self, rows: int) -> int:
         """Each context may have a tile that isn't full."""
-        return -(-rows // self.tile) + min(rows, self.contexts)
+        return rounded(rows, self.tile) // self.tile + min(rows, self.contexts)
 
     def refer_to(self, groups: Sequence[Prefilled]) -> None:
         """Take note of where the contexts' keys and values are."""
