@@ -14,6 +14,7 @@ import tape
 import tiny
 import torch
 from contract import near_ties, prefilled, relative_l2
+from runs import sampled
 from torch import Tensor
 
 from ia_mech.engine import check
@@ -22,6 +23,10 @@ from ia_mech.engine.decode import Row, decode
 from ia_mech.engine.installed import install, installed
 from ia_mech.engine.memory import Backoff, kept
 from ia_mech.engine.sampling import Draw, draw_tokens, stream_key
+from ia_mech.engine.workers import Crew
+from ia_mech.models.load import ModelSpec, Subject, weights_hash
+from ia_mech.run import layout
+from ia_mech.settings import Settings
 
 pytest.importorskip("triton")
 
@@ -119,7 +124,6 @@ def draw(logits, temperature, drawn, stream, step, *, out=None):
 
 def uncaptured(step, _before):
     """In place of ``captured.capture``: the step is made anew each time."""
-    step()
     return SimpleNamespace(replay=step)
 
 
@@ -174,7 +178,7 @@ def test_with_the_kernels(architecture, capturing):
     install(model)
     groups = groups_of(model)
     plain = decode(model, groups, rows, [], 3, together=3)
-    with capturing(model, kernels=True) as made:
+    with capturing(model, uncaptured, kernels=True) as made:
         found = decode(model, groups, rows, [], 3, together=3)
         assert made.engine.captured
     assert near_ties(model, LENGTHS, rows, found, plain) == 0
@@ -189,7 +193,7 @@ def test_what_python_counts_is_not_in_a_graph(capturing, monkeypatch):
     groups, rows = groups_of(model), [ROWS[1], ROWS[4], ROWS[7]]
     plain, wrong = decode(model, groups, rows, [], 7), []
     for capture in (uncaptured, tape.record):
-        count = itertools.count(-1)  # a step that isn't decoding comes first
+        count = itertools.count()
 
         def counting(numbers, model, width, count=count):
             numbers.step[:width] = next(count)
@@ -244,7 +248,6 @@ def test_launches_of_a_step(capturing, monkeypatch):
         found = decode(model, groups, rows, [], 2)
         names = Counter(kept[model]._graphs[8].names)
     assert near_ties(model, LENGTHS, rows, found, plain) == 0
-    print(names, sum(names.values()) + 1)
     assert names["attend"] == 28 and names["draw"] == 1 and names["rms_norm"] == 4 * 28 + 1
     assert sum(names.values()) + 1 <= 800
 
@@ -322,6 +325,29 @@ def test_a_capture_that_runs_out_of_memory_is_left_to_backing_off(capturing):
         with pytest.raises(torch.OutOfMemoryError):
             decode(model, groups, ROWS[:2], [], 3)
         assert made.engine.captured and not kept
+
+
+def test_parts_say_which_steps_computed_them_and_a_run_goes_on_with_others(
+    tokenizer, tmp_path, progress, capturing, monkeypatch
+):
+    monkeypatch.setattr(check, "CAPTURING", ("cpu",))
+    model = tiny.fresh("llama", vocab_size=len(tokenizer))
+    subject = Subject(ModelSpec(name="tiny"), model, tokenizer, weights_hash(model))
+    settings = Settings(limit=4, temperatures=(0.7,), samples=2, max_new_tokens=5, batch_rows=6)
+    with capturing(tiny.model("llama")):
+        run = sampled(settings, subject, tmp_path / "run", progress, crew=Crew(1, 1))
+    assert any(line.endswith("; steps are captured") for line in progress.lines)
+    ours, (first, *others) = run.generations, run.parts("contexts")
+    assert first["captured"] and all(part["captured"] for part in others)
+    (run.path / layout.manifest_file("contexts", first["name"])).unlink()
+
+    monkeypatch.setattr(check, "CAPTURING", ())
+    check._PASSED.pop(model)
+    run = sampled(settings, subject, run.path, progress, crew=Crew(1, 1))
+    assert run.complete and not progress.lines[-1].endswith("captured")
+    told = {part["name"]: "captured" in part for part in run.parts("contexts")}
+    assert told == {part["name"]: part is not first for part in (first, *others)}
+    assert run.generations["token_ids"].map(list).equals(ours["token_ids"].map(list))
 
 
 # -- norms -----------------------------------------------------------------------------------------
