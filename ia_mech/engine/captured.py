@@ -22,7 +22,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from ia_mech.engine.attend_kernel import Prefixes, Tiling, attend, tiles
-from ia_mech.engine.decode import Row
+from ia_mech.engine.decode import Row, Steps
 from ia_mech.engine.draw_kernel import draw
 from ia_mech.engine.installed import installed
 from ia_mech.engine.memory import kept
@@ -74,7 +74,9 @@ def stepping(
             most = max(UNIT, 1 << contexts.bit_length())
             numbers = _Numbers(model, groups[0], rounded(places), max(1, room), most)
         numbers.refer_to(groups)
-        yield CapturedSteps(model, numbers, groups, rows, places)
+        steps = CapturedSteps(model, groups, rows, places, room)
+        steps.numbers = numbers
+        yield steps
     kept[model] = numbers  # not after an error
 
 
@@ -213,12 +215,10 @@ class _Numbers:
         self._addresses.copy_(torch.from_numpy(addresses))
         self._bounds.copy_(torch.from_numpy(bounds))
 
-    def fill(self, contexts: Sequence[int], **numbers: np.ndarray | Tensor) -> None:
-        """Set rows' contexts and other numbers, by the names of their tensors."""
+    def fill(self, contexts: list[int], **numbers: Tensor) -> None:
+        """Set the rows' contexts, and other numbers by the names of their tensors."""
         for name, values in numbers.items():
-            tensor = getattr(self, name)
-            tensor.zero_()
-            tensor[: len(values)] = torch.as_tensor(values)
+            getattr(self, name).zero_()[: len(values)] = values
         cut = tiles(contexts, self.tile)
         of, rows = np.full(len(self.tile_context), -1), np.full(self.tile_rows.shape, -1)
         for at, (context, members) in enumerate(cut):
@@ -255,7 +255,7 @@ class _Numbers:
                 use_cache=True,
             ).logits[:, -1]
         for each in (self.position, self.step, self.age):
-            each[:width] += 1
+            each[:width].add_(1)
         draw(
             logits,
             self.temperature[:width],
@@ -271,49 +271,35 @@ def first_rows(draws: Draw, count: int) -> Draw:
     return Draw(*(each[:count] for each in vars(draws).values()))
 
 
-class CapturedSteps:
-    """The steps of one decoding, as ``decode.Steps``."""
+class CapturedSteps(Steps):
+    """Steps that are captured. Nothing moves, so rows stay in their order."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        numbers: _Numbers,
-        groups: Sequence[Prefilled],
-        rows: Sequence[Row],
-        places: int,
-    ) -> None:
-        self._model, self._numbers, self._places = model, numbers, places
-        self._firsts = torch.cat([group.logits for group in groups])
-        self._positions = torch.cat([group.state.position for group in groups]).cpu().numpy()
-        self._contexts = np.array([row.context for row in rows])
-        self._about = {
-            "temperature": np.array([row.temperature for row in rows], np.float32),
-            "drawn": np.array([row.most_drawn for row in rows]),
-            "stream": np.array([row.stream for row in rows]),
-        }
-        self._free, self._place = list(range(places)), dict[int, int]()
-        self._batch: list[int] = []
+    numbers: _Numbers
 
-    def draw(self, batch: Sequence[int], length: np.ndarray) -> Draw:
-        there, device = len(self._batch), self._firsts.device
-        draws = first_rows(self._numbers.draws, there)
-        if begun := list(batch[there:]):
-            temperature, drawn, stream = (
-                torch.from_numpy(each[begun]).to(device) for each in self._about.values()
-            )
-            logits, step = self._firsts[self._contexts[begun]], torch.zeros_like(drawn)
-            first = draw(logits, temperature, drawn, stream, step)
+    def __init__(self, *decoding) -> None:
+        super().__init__(*decoding)
+        self._positions = torch.cat([group.state.position for group in self._groups])
+        self._contexts = torch.tensor([row.context for row in self._rows], device=self._device)
+        self._free, self._place = list(range(self._places)), dict[int, int]()
+
+    def draw(self, batch: list[int], length: np.ndarray) -> Draw:
+        there = len(self._batch)
+        draws = first_rows(self.numbers.draws, there)
+        if begun := batch[there:]:
+            at = torch.tensor(begun, device=self._device)
+            about = self._temperatures[at], self._drawn[at], self._streams[at]
+            first = draw(self._firsts[self._contexts[at]], *about, torch.zeros_like(at))
             pairs = zip(vars(draws).values(), vars(first).values(), strict=True)
             draws = Draw(*map(torch.cat, pairs))
-        self._changed = bool(begun)
-        self._batch, self._length, self._token = list(batch), length, draws.token
+        self._joined, self._batch = bool(begun), batch
+        self._length, self._token = length, draws.token
         return draws
 
     def forward(self, staying: list[int]) -> list[int]:
         rows = [self._batch[at] for at in staying]
         if check := on_block.get():
             check()
-        if rows and (self._changed or len(rows) < len(self._batch)):
+        if rows and (self._joined or len(rows) < len(self._batch)):
             self._seat(rows, staying)
         self._batch = rows
         if rows:
@@ -322,19 +308,22 @@ class CapturedSteps:
 
     def _seat(self, rows: list[int], staying: list[int]) -> None:
         """Give rows their places, and tell the tensors about them."""
-        stay, age = set(rows), self._length[staying]
-        self._free += [self._place.pop(row) for row in [*self._place] if row not in stay]
+        ended = self._place.keys() - set(rows)
+        self._free += [self._place.pop(row) for row in sorted(ended)]
         for row in rows:
             if row not in self._place:
                 self._place[row] = self._free.pop()
-        contexts, token = self._contexts[rows], self._token[staying]
-        self._graph = self._numbers.graph(self._model, width_of(len(rows), self._places))
-        self._numbers.fill(
-            contexts.tolist(),
+        at, token = torch.tensor(rows, device=self._device), self._token[staying]
+        age = torch.from_numpy(self._length[staying]).to(self._device)
+        self._graph = self.numbers.graph(self._model, width_of(len(rows), self._places))
+        self.numbers.fill(
+            [self._rows[row].context for row in rows],
             token=token,
-            place=np.array([self._place[row] for row in rows]),
+            place=torch.tensor([self._place[row] for row in rows]),
             age=age,
-            position=self._positions[contexts] + age,
             step=age,
-            **{name: each[rows] for name, each in self._about.items()},
+            position=self._positions[self._contexts[at]] + age,
+            temperature=self._temperatures[at],
+            drawn=self._drawn[at],
+            stream=self._streams[at],
         )

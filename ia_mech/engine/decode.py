@@ -10,7 +10,6 @@ import contextlib
 import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -115,41 +114,24 @@ def captures(model: PreTrainedModel, rows: Sequence[Row]) -> bool:
     return installed(model).engine.captured and not any(row.steered for row in rows)
 
 
-class Steps(Protocol):
-    """The steps of one decoding: each draws a token for every row, and feeds it to the model."""
-
-    def draw(self, batch: Sequence[int], length: np.ndarray) -> Draw:
-        """The next token of each row.
-
-        Args:
-            batch: the rows in the order that :meth:`forward` left them in, and behind them those
-                that join.
-            length: how many tokens each has drawn before.
-        """
-
-    def forward(self, staying: list[int]) -> list[int]:
-        """Feed the drawn tokens to the rows that stay; the others are dropped.
-
-        Args:
-            staying: indices into the batch.
-
-        Returns:
-            The same indices, in the order in which the rows are from now on.
-        """
-
-
 def _stepping(
     model: PreTrainedModel, groups: Sequence[Prefilled], rows: Sequence[Row], places: int, room: int
-) -> contextlib.AbstractContextManager[Steps]:
+) -> contextlib.AbstractContextManager["Steps"]:
     if captures(model, rows):
         from ia_mech.engine import captured  # needs Triton
 
         return captured.stepping(model, groups, rows, places, room)
-    return contextlib.nullcontext(_PlainSteps(model, groups, rows, places, room))
+    return contextlib.nullcontext(Steps(model, groups, rows, places, room))
 
 
-class _PlainSteps:
-    """Steps on any device, of any model and any rows. A row's state moves when others end."""
+class Steps:
+    """The steps of one decoding. These do for any model, rows and device.
+
+    Args:
+        model, groups, rows: as for :func:`decode`.
+        places: most rows at once.
+        room: most tokens that are fed to a row.
+    """
 
     def __init__(
         self,
@@ -162,7 +144,7 @@ class _PlainSteps:
         self._model, self._groups, self._rows = model, groups, rows
         self._places, self._room = places, room
         self._firsts = torch.cat([group.logits for group in groups])
-        device = self._firsts.device
+        self._device = device = self._firsts.device
         self._temperatures = torch.tensor([row.temperature for row in rows], device=device)
         self._streams = torch.tensor([row.stream for row in rows], device=device)
         self._drawn = torch.tensor([row.most_drawn for row in rows], device=device)
@@ -170,13 +152,20 @@ class _PlainSteps:
         self._state: State | None = None
         self._logits = self._firsts[:0]
 
-    def draw(self, batch: Sequence[int], length: np.ndarray) -> Draw:
+    def draw(self, batch: list[int], length: np.ndarray) -> Draw:
+        """The next token of each row.
+
+        Args:
+            batch: the rows in the order that :meth:`forward` left them in, and behind them those
+                that join.
+            length: how many tokens each has drawn before.
+        """
         if begun := batch[len(self._logits) :]:
             firsts = self._firsts[[self._rows[row].context for row in begun]]
             self._logits = torch.cat([self._logits, firsts])
         if batch != self._batch:
-            self._batch, at = list(batch), torch.tensor(batch, device=self._logits.device)
-            self._step = torch.from_numpy(length).to(at.device)[:, None]
+            self._batch, at = batch, torch.tensor(batch, device=self._device)
+            self._step = torch.from_numpy(length).to(self._device)[:, None]
             self._temperature, self._stream = self._temperatures[at], self._streams[at]
             self._last_drawn = self._drawn[at]
         temperature = self._temperature.where(self._step[:, 0] < self._last_drawn, 0.0)
@@ -185,6 +174,14 @@ class _PlainSteps:
         return draws
 
     def forward(self, staying: list[int]) -> list[int]:
+        """Feed the drawn tokens to the rows that stay; the others are dropped.
+
+        Args:
+            staying: indices into the batch.
+
+        Returns:
+            The same indices, in the order in which the rows are from now on.
+        """
         state, everyone = self._state, len(self._batch)
         there = 0 if state is None else state.rows
         kept = [at for at in staying if at < there]
