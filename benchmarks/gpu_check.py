@@ -19,7 +19,7 @@ it goes and may fail alone; all that was measured is in one JSON file.
 Random weights in the shapes of Qwen3-0.6B, bfloat16; 32 contexts of 512 tokens x 33 rows x 64 new
 tokens. The limit of a step is the time of its bytes at the card's bandwidth and of its products at
 the card's rate, one after the other. --cpu leaves out the graphs and the other engines. The exit
-status is 1 if a part failed.
+status is 1 if a part failed; one for which no time was left can be named in another call.
 """
 
 import contextlib
@@ -217,6 +217,8 @@ class _Process:
 def _serve(pipe: Connection, on_cpu: bool) -> None:
     """Measure the parts that come through the pipe."""
     os.setsid()
+    if on_cpu:
+        torch.set_num_threads(1)
     bench = Bench(on_cpu)
     while True:
         part, error = pipe.recv(), None

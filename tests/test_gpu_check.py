@@ -68,3 +68,11 @@ def test_bad_input_is_refused_in_one_line(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(gpu_check, "PARTS", {"dies": dies})
     assert gpu_check.main(["--cpu", "--out", str(tmp_path)]) == 2
     assert "can't be written (Is a directory); give another --out" in capfd.readouterr().err
+
+
+def test_a_wrong_kernel_fails(monkeypatch):
+    kernel = pytest.importorskip("ia_mech.engine.attend_kernel", exc_type=ImportError)
+    honest, bench = kernel.attend, gpu_check.Bench(on_cpu=True)
+    monkeypatch.setattr(kernel, "attend", lambda *given, **more: honest(*given, **more) * 1.001)
+    with pytest.raises(RuntimeError, match="a kernel is wrong"):
+        [*gpu_check.kernels(bench)]
