@@ -23,7 +23,6 @@ _PIECE = tl.constexpr(64)  # blocks that are read at a time
 _LOG2_E = tl.constexpr(LOG2_E)
 _FLOOR = tl.constexpr(math.log(NEVER_DRAWN))
 _NONE = tl.constexpr(2**30)
-_WARPS = 8
 
 
 @triton.jit
@@ -39,8 +38,8 @@ def _gumbel(words):
     """Noise as ``sampling.gumbel`` makes it; only the logarithms may round differently."""
     uniform = tl.minimum((words.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
     # -log1p(-uniform): its series where 1 - uniform would lose what a small number says.
-    series = 0.1
-    for power in tl.static_range(9, 0, -1):
+    series = 1.0 / 8
+    for power in tl.static_range(7, 0, -1):
         series = series * uniform + 1.0 / power
     return -tl.log(tl.where(uniform < 0.125, series * uniform, -tl.log(1.0 - uniform)))
 
@@ -121,8 +120,8 @@ def _draw(
             others = tl.load(logits + of_piece, mask=of_piece < VOCAB, other=-float("inf"))
             above += tl.sum((others.to(tl.float32) > x).to(tl.int32), 0)
 
-    tl.store(token + row, tl.minimum(chosen * _BLOCK + at, VOCAB - 1).to(tl.int64))
-    tl.store(rank + row, (above + 1).to(tl.int64))
+    tl.store(token + row, tl.minimum(chosen * _BLOCK + at, VOCAB - 1))
+    tl.store(rank + row, above + 1)
     tl.store(logprob + row, x - best - total)
     tl.store(tempered + row, tl.where(greedy, float("nan"), (x - best) / t - warm))
     tl.store(margin + row, tl.minimum(lead, inner_lead))
@@ -150,12 +149,12 @@ def draw(
     """
     rows, vocab = logits.shape
     blocks = triton.cdiv(vocab, BLOCK)
-    stats = torch.empty(rows, 3, blocks, device=logits.device)
+    stats = temperature.new_empty(rows, 3, blocks)
     if out is None:
         like = temperature, temperature, step, temperature
         out = Draw(torch.empty_like(step), *map(torch.empty_like, like))
     _reduce_blocks[(rows, triton.cdiv(blocks, _PIECE.value))](
-        logits, temperature, stats, logits.stride(0), blocks, VOCAB=vocab, num_warps=_WARPS
+        logits, temperature, stats, logits.stride(0), blocks, VOCAB=vocab, num_warps=8
     )
     _draw[(rows,)](
         *(logits, temperature, drawn, stream, step, stats),
@@ -163,6 +162,6 @@ def draw(
         *(logits.stride(0), blocks),
         VOCAB=vocab,
         BLOCKS=triton.next_power_of_2(max(blocks, 4)),
-        num_warps=2 * _WARPS,
+        num_warps=16,
     )
     return out
