@@ -21,7 +21,7 @@ from ia_mech.engine import check
 from ia_mech.engine.check import check_engine
 from ia_mech.engine.decode import Row, decode
 from ia_mech.engine.installed import install, installed
-from ia_mech.engine.memory import Backoff, kept
+from ia_mech.engine.memory import LOGITS_HELD, Backoff, footprint, kept
 from ia_mech.engine.sampling import Draw, draw_tokens, stream_key
 from ia_mech.engine.workers import Crew
 from ia_mech.models.load import ModelSpec, Subject, weights_hash
@@ -143,7 +143,7 @@ def capturing(monkeypatch):
             yield about
         finally:
             about.engine = before
-            kept.clear()
+            kept.pop(model, None)
 
     return made
 
@@ -312,6 +312,18 @@ def test_memory_that_is_kept_is_given_up_before_batches_are_halved(capturing):
 
         assert Backoff(4, shrunk.append).retry(needs_what_is_kept) == 4
         assert (sizes, shrunk) == ([4, 4], [])
+
+
+def test_the_plan_of_memory_counts_what_rows_hold(capturing, monkeypatch):
+    """Also where a row writes more tokens than a layer's window has."""
+    monkeypatch.setattr(check, "CAPTURING", ("cpu",))
+    model, new = tiny.fresh("gemma3"), 12
+    with capturing(tiny.model("llama")):
+        check_engine(model, tiny.prompt(24, seed=0))
+        decode(model, [prefilled(model, LENGTHS[:1])], ROWS[:3] * 8, [], new + 1)
+    own = sum(one.nbytes for layer in kept[model]._cache.layers for one in layer.own)
+    row = footprint(model).row(LENGTHS[0], new)
+    assert own == 24 * (row - LOGITS_HELD * 4 * tiny.VOCAB)
 
 
 def test_a_capture_that_runs_out_of_memory_is_left_to_backing_off(capturing):

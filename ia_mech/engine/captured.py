@@ -48,14 +48,10 @@ def width_of(rows: int, places: int) -> int:
 
 def capture(step: Callable[[], None], before: Any) -> Any:
     """A CUDA graph of a step, in the memory of the graph that was captured ``before``, if any."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()  # on their first use, libraries take memory and kernels are compiled
-    torch.cuda.current_stream().wait_stream(stream)
+    step()  # on their first use, libraries take memory and kernels are compiled
     graph, pool = torch.cuda.CUDAGraph(), before.pool() if before else None
     # Other threads may use the device meanwhile.
-    with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         step()
     return graph
 
