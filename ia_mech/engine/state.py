@@ -307,12 +307,13 @@ def forward(
             " all tokens differently",
             "leave such conversations out, or write fewer tokens",
         )
-    arguments: dict[str, int | Tensor] = {}
+    arguments: dict[str, Any] = {}
     accepted = inspect.signature(model.forward).parameters
     if "logits_to_keep" in accepted:
-        # Given as indices: told a number, Gemma 4 computes its last layers for those tokens alone.
+        # Told a number, Gemma 4 computes its last layers for those tokens alone; for indices, a
+        # device is waited for.
         few = 0 < keep < ids.shape[1]
-        arguments["logits_to_keep"] = torch.arange(-keep, 0) if few else 0
+        arguments["logits_to_keep"] = slice(-keep, None) if few else 0
     if "position_ids" in accepted:
         arguments["position_ids"] = positions.clamp(min=0)
     with torch.inference_mode(not gradients), making(one):
