@@ -29,6 +29,7 @@ SHAPES = {
     "smollm2": (torch.bfloat16, 9, 3, 64, {}),
     "gpt_oss": (torch.float16, 64, 8, 64, {"window": 128, "sinks": torch.ones(64).half()}),
     "gemma2": (torch.bfloat16, 8, 4, 256, {"softcap": 50.0, "window": 4096}),
+    "gemma4": (torch.bfloat16, 8, 4, 512, {}),
     "float32 64": (torch.float32, 9, 3, 64, {}),
     "float32 128": (torch.float32, 16, 8, 128, {}),
     "float32 256": (torch.float32, 8, 4, 256, {"softcap": 50.0}),

@@ -205,7 +205,7 @@ class Tiling:
         """
         if dtype == torch.float32:  # multiplied without tensor cores
             return cls(16, 32 if dim <= 128 else 16, warps=8)
-        return cls(32, 64 if dim <= 128 else 32, warps=4)
+        return cls(32, 64 if dim <= 128 else 32, warps=4 if dim <= 256 else 8)
 
     def rows(self, group: int) -> int:
         """Rows of a tile, where so many heads share their keys."""
