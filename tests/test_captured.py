@@ -184,6 +184,21 @@ def test_with_the_kernels(architecture, capturing):
     assert near_ties(model, LENGTHS, rows, found, plain) == 0
 
 
+def test_graphs_are_given_up_where_weights_have_moved(capturing):
+    model, numbers = tiny.fresh("llama"), []
+    install(model)
+    with capturing(model):
+        for moved in (False, False, True):
+            if moved:
+                weight = model.lm_head.weight
+                weight.data = 2 * weight.data
+            groups = groups_of(model)
+            wrote = decode(model, groups, ROWS[:2], [], 3)
+            numbers.append(kept[model])
+    assert numbers[0] is numbers[1] and numbers[1] is not numbers[2]
+    assert near_ties(model, LENGTHS, ROWS[:2], wrote, decode(model, groups, ROWS[:2], [], 3)) == 0
+
+
 # -- the tape: what a graph doesn't see, and what it can't hold ------------------------------------
 
 
@@ -233,6 +248,7 @@ def test_a_step_that_cannot_be_captured_is_computed_as_it_comes(planted, capturi
     with capturing(model) as made:
         found = decode(model, groups, ROWS, STOPS, 6, together=11)
         assert not made.engine.captured and "not permitted" in made.engine.uncaptured
+        assert model not in kept
     assert near_ties(model, LENGTHS, ROWS, found, plain) == 0
 
 

@@ -28,7 +28,7 @@ from ia_mech.engine.installed import installed
 from ia_mech.engine.memory import kept
 from ia_mech.engine.passes import Pass, making, on_block
 from ia_mech.engine.sampling import Draw
-from ia_mech.engine.shared import ATTRIBUTE, Engine, held
+from ia_mech.engine.shared import ATTRIBUTE, held
 from ia_mech.engine.state import Prefilled
 from ia_mech.errors import is_out_of_memory
 
@@ -62,9 +62,9 @@ def stepping(
 ) -> Iterator["CapturedSteps"]:
     """Steps for one decoding, as ``decode.Steps``; arguments as for ``state.expand``."""
     numbers: _Numbers | None = kept.pop(model, None)
-    engine, contexts = installed(model).engine, sum(len(group.logits) for group in groups)
+    contexts = sum(len(group.logits) for group in groups)
     with torch.inference_mode():
-        if numbers is None or not numbers.suffice(engine, places, room, contexts):
+        if numbers is None or not numbers.suffice(model, places, room, contexts):
             numbers = None  # frees its memory for the next
             # The next decoding may have some more contexts.
             most = max(UNIT, 1 << contexts.bit_length())
@@ -73,7 +73,8 @@ def stepping(
         steps = CapturedSteps(model, groups, rows, places, room)
         steps.numbers = numbers
         yield steps
-    kept[model] = numbers  # not after an error
+    if installed(model).engine.captured:  # and not after an error
+        kept[model] = numbers
 
 
 class _Layer(DynamicLayer):
@@ -149,7 +150,7 @@ class _Numbers:
         self, model: PreTrainedModel, like: Prefilled, places: int, room: int, contexts: int
     ) -> None:
         self.places, self.room, self.contexts = places, room, contexts
-        self._engine = installed(model).engine
+        self._weights = _addresses(model)
         layers: list[Any] = like.state.cache.layers
         device = like.logits.device
         heads = installed(model).config.num_attention_heads
@@ -176,10 +177,10 @@ class _Numbers:
         self._graphs: dict[int, Any] = {}
         self._before: Any = None  # the graph that was captured last
 
-    def suffice(self, engine: Engine, places: int, room: int, contexts: int) -> bool:
-        """Whether rows can be decoded with these tensors, and without much more memory."""
+    def suffice(self, model: PreTrainedModel, places: int, room: int, contexts: int) -> bool:
+        """Whether rows can be decoded with these tensors, without much more memory than needed."""
         enough = places <= self.places and contexts <= self.contexts
-        return enough and max(1, room) == self.room and engine is self._engine
+        return enough and max(1, room) == self.room and _addresses(model) == self._weights
 
     def most_tiles(self, rows: int) -> int:
         """Each context may have a tile that isn't full."""
@@ -260,6 +261,11 @@ class _Numbers:
             self.step[:width],
             out=first_rows(self.draws, width),
         )
+
+
+def _addresses(model: PreTrainedModel) -> list[int]:
+    """Where a model's weights are, which graphs read there."""
+    return [weight.data_ptr() for weight in model.parameters()]
 
 
 def first_rows(draws: Draw, count: int) -> Draw:
