@@ -12,10 +12,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 import ia_mech.engine.check as check
-import ia_mech.engine.decode as loop
 import ia_mech.engine.installed as installed
 import ia_mech.engine.shared as shared
 import ia_mech.engine.state
+import ia_mech.engine.steps as loop
 from ia_mech.engine.check import TOKENS, check_engine
 from ia_mech.engine.installed import install
 from ia_mech.errors import UserError

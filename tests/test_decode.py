@@ -17,7 +17,7 @@ from contract import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import ia_mech.engine.decode as loop
+import ia_mech.engine.steps as loop
 from ia_mech.engine.check import TOKENS, check_engine
 from ia_mech.engine.decode import Row, decode
 from ia_mech.engine.sampling import stream_key

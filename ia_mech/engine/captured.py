@@ -22,7 +22,6 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from ia_mech.engine.attend_kernel import Prefixes, Tiling, attend, tiles
-from ia_mech.engine.decode import Row, Steps
 from ia_mech.engine.draw_kernel import draw
 from ia_mech.engine.installed import installed
 from ia_mech.engine.memory import kept
@@ -30,6 +29,7 @@ from ia_mech.engine.passes import Pass, making, on_block
 from ia_mech.engine.sampling import Draw
 from ia_mech.engine.shared import ATTRIBUTE, held
 from ia_mech.engine.state import Prefilled
+from ia_mech.engine.steps import Row, Steps
 from ia_mech.errors import is_out_of_memory
 
 UNIT = 8  # widths are multiples of it, so that kernels are compiled once for all
@@ -60,7 +60,7 @@ def capture(step: Callable[[], None], before: Any) -> Any:
 def stepping(
     model: PreTrainedModel, groups: Sequence[Prefilled], rows: Sequence[Row], places: int, room: int
 ) -> Iterator["CapturedSteps"]:
-    """Steps for one decoding, as ``decode.Steps``; arguments as for ``state.expand``."""
+    """Steps for one decoding, as ``steps.Steps``; arguments as for ``state.expand``."""
     numbers: _Numbers | None = kept.pop(model, None)
     contexts = sum(len(group.logits) for group in groups)
     with torch.inference_mode():
