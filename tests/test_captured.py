@@ -45,10 +45,12 @@ ROWS = [
 KERNELS: list[bool] = []  # whether the kernels are used, and not their definition
 
 
-def at(address: int, kv_heads: int, head_tokens: int, tokens: int, dim: int) -> Tensor:
-    """``[kv_heads, tokens, dim]`` float32 that begin at an address."""
+def at(address: int, like: Tensor, head_tokens: int, tokens: int) -> Tensor:
+    """``[kv_heads, tokens, dim]`` that begin at an address, in numbers like a row's own."""
+    kv_heads, _, dim = like.shape
     count = ((kv_heads - 1) * head_tokens + tokens) * dim
-    flat = torch.frombuffer((ctypes.c_float * count).from_address(address), dtype=torch.float32)
+    memory = (ctypes.c_char * (count * like.itemsize)).from_address(address)
+    flat = torch.frombuffer(memory, dtype=like.dtype)
     return flat.as_strided((kv_heads, tokens, dim), (head_tokens * dim, dim, 1))
 
 
@@ -73,19 +75,20 @@ def plain_attend(
             own_key[place, :, age], own_value[place, :, age] = new_key[row], new_value[row]
             key_at, value_at, head, begin, stop = (int(one[context]) for one in prefix)
             key, value = (
-                torch.cat([at(address, kv_heads, head, stop, states.shape[-1])[:, begin:],
-                           states[place, :, : age + 1]], 1).repeat_interleave(group, 0)
-                for address, states in ((key_at, own_key), (value_at, own_value))
-            )  # fmt: skip
-            scores = (key @ query[row, :, :, None])[..., 0] * scaling
+                torch.cat([at(address, own, head, stop)[:, begin:], own[:, : age + 1]], 1)
+                .repeat_interleave(group, 0)
+                .float()
+                for address, own in ((key_at, own_key[place]), (value_at, own_value[place]))
+            )
+            scores = (key @ query[row].float()[..., None])[..., 0] * scaling
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
             if window is not None:
                 scores[:, :-window] = -torch.inf
             if sinks is not None:
-                scores = torch.cat([scores, sinks[:, None]], -1)
+                scores = torch.cat([scores, sinks[:, None].float()], -1)
             weights = scores.softmax(-1)[:, : key.shape[1]]
-            output[row] = (weights[:, None] @ value)[:, 0]
+            output[row] = (weights[:, None] @ value)[:, 0].to(output.dtype)
     return output
 
 
@@ -277,19 +280,29 @@ def fused(states: Tensor, shape: list[int], weight: Tensor, epsilon: float) -> T
 # -- the start-up check ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt_oss"])
-def test_the_check_goes_through_captured_steps(architecture, capturing, monkeypatch):
-    model, honest = tiny.fresh(architecture), captured.attend
+@pytest.mark.parametrize(
+    ("architecture", "dtype"),
+    [
+        ("llama", torch.float32),
+        ("gpt_oss", torch.float32),
+        ("gemma3", torch.float32),
+        ("qwen3", torch.bfloat16),
+        ("mistral", torch.float16),
+    ],
+)
+def test_the_check_goes_through_captured_steps(architecture, dtype, capturing, monkeypatch):
+    honest = captured.attend
     monkeypatch.setattr(check, "CAPTURING", ("cpu",))
     with capturing(tiny.model("llama")):
-        assert check_engine(model, tiny.prompt(24, seed=0)).captured
+        engine = check_engine(tiny.fresh(architecture).to(dtype), tiny.prompt(24, seed=0))
+        assert engine.captured
 
         def blind(*tensors, **about):  # to the oldest own token of rows that have several
             ages = tensors[-1]
             return honest(*tensors[:-1], (ages - 1).clamp(min=0), **about)
 
         monkeypatch.setattr(captured, "attend", blind)
-        engine = check_engine(tiny.fresh(architecture), tiny.prompt(24, seed=0))
+        engine = check_engine(tiny.fresh(architecture).to(dtype), tiny.prompt(24, seed=0))
         assert not engine.captured and engine.share and "captured steps" in engine.uncaptured
         assert str(engine).endswith(f"; steps aren't captured ({engine.uncaptured})")
 

@@ -146,13 +146,14 @@ def _capturing(model: PreTrainedModel, ids: list[int]) -> Engine:
         try:
             with torch_threads(1), torch.inference_mode(), _narrow_windows(model, ids[:TOKENS]):
                 differences = _Differences(model, ids)
+                differences.compare_decoding("cached decoding")  # says what rounding does
                 differences.compare_captured_steps()
             differences.refuse_large_ones()
             why = made.engine.uncaptured
         except Exception as error:  # a model may do anything that can't be captured
             if is_out_of_memory(error):
                 raise
-            why = " ".join(str(error).split())[:120]
+            why = " ".join(str(getattr(error, "problem", error)).split())[:160]
         kept.pop(model, None)  # with the narrow windows
     if not why:
         made.held = tuple(one._replace(shared=True) for one in made.held)
