@@ -317,27 +317,17 @@ class _Differences:
 
     def _sample(self) -> None:
         """Compare greedy and sampled rows with the sampling rule on the logits of full passes."""
-        rows = [
-            Row(context, temperature, stream_key(0, "check", context))
-            for context in (0, 1)
-            for temperature in (0.0, 0.7, 2.0)
-        ]
+        rows = _rows(2)
         decoded = decode(self.model, [self.prefilled], rows, [], STEPS)
         self._compare_rows("sampled rows", rows, decoded)
 
     def compare_captured_steps(self) -> None:
         """Compare rows of both prompts and of a long context: all at once, and so that rows of
         every age are decoded together."""
-        groups, contexts = [self.prefilled], [0, 1]
+        groups, rows = [self.prefilled], _rows(2 + self._takes_long)
         if self._takes_long:
             state = _repeat_prefix(self.model, self.prefilled.state)
             groups.append(Prefilled(state, self.prefilled.logits[:1], None))
-            contexts.append(2)
-        rows = [
-            Row(context, temperature, stream_key(0, "check", context))
-            for context in contexts
-            for temperature in (0.0, 0.7, 2.0)
-        ]
         decoded = decode(self.model, groups, rows, [], 2 * STEPS)
         stops = decoded[1].token_ids[1:2].tolist()  # at least one row ends before others
         joined = decode(self.model, groups, rows, stops, 2 * STEPS, together=4)
@@ -407,6 +397,15 @@ class _Differences:
             ours = _step(self.model, shared, [token] * QUERIES)
         for logits in ours:
             self._compare("rows of a long context", logits, torch.stack(right))
+
+
+def _rows(contexts: int) -> list[Row]:
+    """Three rows of each context."""
+    return [
+        Row(context, temperature, stream_key(0, "check", context))
+        for context in range(contexts)
+        for temperature in (0.0, 0.7, 2.0)
+    ]
 
 
 def _step(model: PreTrainedModel, state: State, tokens: Sequence[int]) -> Tensor:
