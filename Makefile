@@ -2,7 +2,7 @@
 # `make demo` runs the main job, judges what it wrote, counts, and writes a page to open.
 # `make test-all` runs the slow tests, too; `make lint` checks style, types and spelling.
 # `make study` makes a whole study of the embedded model, in some two hours.
-# `make gpu-check` runs the tests that need a GPU and the benchmark; see docs/engine.md.
+# `make gpu-check` measures, and tests, what needs a GPU; see benchmarks/README.md.
 # All create .venv and install on first use, tests with what they need; later calls reuse it.
 PYTHON ?= python3
 VENV := .venv

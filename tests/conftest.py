@@ -40,6 +40,11 @@ LONGEST = (
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("dist", "no") == "no" or config.getoption("collectonly"):
         gc.disable()  # while half a million objects that stay are imported
+        import torch
+
+        if not torch.cuda.is_available():
+            # Kernels then run in Triton's interpreter. It is read when Transformers loads Triton.
+            os.environ.setdefault("TRITON_INTERPRET", "1")
         for name in ("common", "runs"):
             config.pluginmanager.import_plugin(name)
 

@@ -12,10 +12,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 import ia_mech.engine.check as check
-import ia_mech.engine.decode as loop
 import ia_mech.engine.installed as installed
 import ia_mech.engine.shared as shared
 import ia_mech.engine.state
+import ia_mech.engine.steps as loop
 from ia_mech.engine.check import TOKENS, check_engine
 from ia_mech.engine.installed import install
 from ia_mech.errors import UserError
@@ -149,8 +149,8 @@ def test_position_ids_off_by_one_are_found(architecture, dtype, monkeypatch):
 def test_a_mask_that_shows_the_padding_is_found(architecture, dtype, monkeypatch):
     honest = ia_mech.engine.state._left_padded
 
-    def unmasked(ids, device):
-        padded, mask = honest(ids, device)
+    def unmasked(ids):
+        padded, mask = honest(ids)
         return padded, torch.ones_like(mask)
 
     monkeypatch.setattr(ia_mech.engine.state, "_left_padded", unmasked)

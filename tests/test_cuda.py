@@ -1,6 +1,7 @@
 """What only a GPU can show; skipped without one. Run with: pytest -m gpu -n 0"""
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from runs import sampled
 
 from ia_mech.engine.check import check_engine
 from ia_mech.engine.decode import Row, decode
+from ia_mech.engine.installed import installed
 from ia_mech.engine.sampling import draw_tokens, stream_key
 from ia_mech.engine.score import Turn, score
 from ia_mech.engine.state import Prefix, prefill
@@ -24,6 +26,9 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 LENGTHS = (3, 5, 9, 14, 17, 23)
+# What is captured; where experts are, it may depend on versions.
+CAPTURED = ("llama", "mistral", "qwen3", "glm4", "gemma3")
+EXPERTS = ("qwen3_moe", "gpt_oss", "glm4_moe")
 EACH = pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
 
 
@@ -62,6 +67,33 @@ def test_rows_scores_and_residuals_equal_the_cpus(architecture):
 def test_the_check_passes(architecture, dtype):
     engine = check_engine(model_of(architecture, dtype), tiny.prompt(24, seed=0))
     assert engine.share and not engine.why
+
+
+@EACH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_captured_steps_write_the_rows_of_plain_ones(architecture, dtype):
+    """With rows that join, twice; in half precision the check alone compares them."""
+    model = model_of(architecture, dtype)
+    engine = check_engine(model, tiny.prompt(24, seed=0))
+    assert engine.captured or engine.uncaptured
+    assert engine.captured == (architecture in CAPTURED) or architecture in EXPERTS
+    rows = [
+        Row(c, t, stream_key(1, f"s{c}", 0), drawn=drawn)
+        for c in range(6)
+        for t, drawn in ((0, None), (0.7, None), (1.3, 2))
+    ]
+    groups = [prefilled(model, LENGTHS[:4]), prefilled(model, LENGTHS[4:])]
+    stops, wrote = [tiny.EOS, *range(88, 97)], []
+    for captured in (engine.captured, engine.captured, False):
+        if not captured:
+            installed(model).engine = replace(engine, captured=False)
+        wrote.append(decode(model, groups, rows, stops, 12, together=11))
+    first, second, plain = wrote
+    for a, b in zip(first, second, strict=True):
+        assert a.token_ids.tolist() == b.token_ids.tolist()
+        assert np.array_equal(a.logprobs_raw, b.logprobs_raw)
+    if dtype == torch.float32:
+        assert near_ties(tiny.model(architecture), LENGTHS, rows, first, plain) <= 1
 
 
 @pytest.mark.parametrize("vocab", [40, 97, 5001, 151_936])

@@ -17,7 +17,7 @@ from contract import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import ia_mech.engine.decode as loop
+import ia_mech.engine.steps as loop
 from ia_mech.engine.check import TOKENS, check_engine
 from ia_mech.engine.decode import Row, decode
 from ia_mech.engine.sampling import stream_key
@@ -145,3 +145,17 @@ def test_layers_with_a_window_share_a_prefix_that_lies_within_it(architecture, w
         logits = full_logits(model, tiny.prompt(lengths[which], seed=lengths[which]), ids)
         assert_logprobs(numbers.logprobs_raw, logits, ids)
         assert_ranks(numbers.ranks, logits, ids)
+
+
+def test_first_tokens_are_drawn_and_the_rest_is_greedy():
+    model, noise = tiny.model("llama"), stream_key(0, "s", 0)
+    rows = [Row(c, 1.3, noise, drawn=drawn) for c in range(4) for drawn in (None, 0, 1, 3)]
+    wrote = decode(model, [prefilled(model, LENGTHS[:4])], rows, [], 6)
+    for row, one in zip(rows, wrote, strict=True):
+        everywhere = wrote[4 * row.context].token_ids
+        greedy = full_logits(model, tiny.prompt(LENGTHS[row.context], LENGTHS[row.context]),
+                             one.token_ids).argmax(-1).numpy()  # fmt: skip
+        drawn = row.most_drawn
+        assert (one.token_ids[:drawn] == everywhere[:drawn]).all()
+        assert (one.token_ids[drawn:] == greedy[drawn:]).all()
+        assert (np.isnan(one.logprobs_tempered) == (np.arange(6) >= drawn)).all()

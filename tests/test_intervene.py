@@ -5,6 +5,7 @@ import pytest
 import tiny
 import torch
 from contract import LOGPROB, VECTOR, relative_l2
+from tape import Tape
 
 from ia_mech.engine.blocks import find_blocks
 from ia_mech.engine.intervene import Add, ProjectOut, Replace
@@ -181,6 +182,21 @@ def test_a_pass_whose_blocks_do_not_run_once_each_is_an_error():
         one.through(layer, torch.zeros(1, 5, WIDTH))
     with pytest.raises(RuntimeError, match=r"layers \[0, 1, 3\] ran, expected each of 0 to 4 once"):
         one.residuals()
+
+
+def test_capturing_launches_one_operation_a_block():
+    """On a GPU, each operation takes as long to be started as a small block's."""
+    few, columns = torch.zeros(3, 5, WIDTH), [[0, -1], [2, 4], [-1, 1]]
+    counted = []
+    for depth in (4, 9):
+        one = Pass(depth, 5, [0, 0, 0], columns)
+        with Tape() as tape:
+            for layer in range(depth + 1):
+                one.through(layer, few)
+            kept = one.residuals()
+        counted.append(len(tape.names))
+        assert kept.isnan().all(-1).any(1).tolist() == [[False, True], [False] * 2, [True, False]]
+    assert counted[1] - counted[0] == 5
 
 
 def test_what_selects_nothing_or_isnt_there_is_refused():

@@ -51,9 +51,10 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
-def imported(file: Path) -> Iterator[str]:
-    """What a file imports, also inside functions and for types only."""
-    for node in ast.walk(ast.parse(file.read_text())):
+def imported(file: Path, *, at_once: bool = False) -> Iterator[str]:
+    """What a file imports, also inside functions and for types only; or what it imports at once."""
+    tree = ast.parse(file.read_text())
+    for node in tree.body if at_once else ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -117,3 +118,11 @@ def test_probes_load_no_language_model():
         if part(module) == "probes" and name.startswith(MODEL_CODE)
     ]
     assert not found
+
+
+def test_triton_is_imported_only_where_it_is_used():
+    """PyTorch for CPUs comes without it."""
+    need = {f"ia_mech.engine.{name}" for name in ("attend_kernel", "draw_kernel", "captured")}
+    for name in MODULES.keys() - need:
+        found = {*imported(MODULES[name], at_once=True)}
+        assert not found & need and "triton" not in found, name

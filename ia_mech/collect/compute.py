@@ -19,9 +19,11 @@ from ia_mech.collect.parts import QUEUE
 from ia_mech.collect.progress import PartProgress
 from ia_mech.collect.rows import ContextResult, PreparedContext
 from ia_mech.engine.decode import Decoded, Row, decode
+from ia_mech.engine.installed import installed
 from ia_mech.engine.intervene import at_tokens
 from ia_mech.engine.sampling import response_stream_key, stream_key
 from ia_mech.engine.score import Scored, Turn, score
+from ia_mech.engine.shared import Engine
 from ia_mech.engine.state import Prefilled, Prefix, prefill_all
 from ia_mech.errors import UserError
 from ia_mech.likelihood.real_follow_up import scored_temperatures
@@ -69,11 +71,11 @@ class Recipe:
     def __reduce__(self) -> tuple:
         return Recipe, (self.settings, self.chat, self.positions)
 
-    def respond(self, subject: Subject, *what: Any) -> list[list[Drawn]]:
-        return Computation(subject, self).respond(*what)
+    def respond(self, subject: Subject, *what: Any) -> tuple[list[list[Drawn]], Engine]:
+        return Computation(subject, self).respond(*what), installed(subject.model).engine
 
-    def contexts(self, subject: Subject, *what: Any) -> list[ContextResult]:
-        return Computation(subject, self).contexts(*what)
+    def contexts(self, subject: Subject, *what: Any) -> tuple[list[ContextResult], Engine]:
+        return Computation(subject, self).contexts(*what), installed(subject.model).engine
 
     def read(self, ids: Sequence[int], prompt: Sequence[int]) -> Response:
         """A response, from its ids and its prompt's, in any thread."""
@@ -243,8 +245,9 @@ class Computation:
             together=limit,
             on_step=work.decoded,
         )
-        logits = torch.cat([group.logits.cpu() for group in groups])
-        residuals = torch.cat([cast(Tensor, group.residuals).cpu() for group in groups])
+        # Each leaves the device at once, when the rows are decoded.
+        logits = torch.cat([group.logits for group in groups]).cpu()
+        residuals = torch.cat([cast(Tensor, group.residuals) for group in groups]).cpu()
         results: dict[int, ContextResult] = {}
         for at, number in enumerate(order):
             if logits[at].isnan().any():

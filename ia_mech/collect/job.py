@@ -172,6 +172,7 @@ class _Job:
 
     def work(self, found: Opened, shard: Shard, threads: int) -> None:
         """Compute and write what isn't there yet, with workers of so many threads."""
+        self.engine = found.engine
         responses = self._todo("responses", self.parts.responses)
         contexts = self._todo("contexts", self.parts.contexts)
         if responses or contexts:
@@ -215,7 +216,8 @@ class _Job:
         checked = "" if self.settings.ignore_check else "agrees with plain forward passes; "
         say(f"engine: {checked}{engine}")
         if self.plan.vector is not None:
-            say(f"steered: {self.plan.vector}")
+            plain = engine.captured and self.plan.vector.at_turn
+            say(f"steered: {self.plan.vector}{'; such steps are not captured' if plain else ''}")
         if self.plan.skipped:
             say(f"skipped: {len(self.plan.skipped)}, such as {self.plan.skipped[0]}")
         if engine.ignored:
@@ -230,7 +232,7 @@ class _Job:
         parts: Iterable[str],
         rows: int,
         prepare: Callable[[str], list],
-        compute: Callable[[str, list, int, PartProgress], list],
+        compute: Callable[[str, list, int, PartProgress], tuple[list, Engine]],
         write: Callable[[str, list, list, int | None], None],
     ) -> None:
         """Have workers compute parts. This thread prepares each part before, and writes it after.
@@ -241,14 +243,15 @@ class _Job:
 
         Args:
             rows: how many each prepared thing has.
-            compute: what was prepared of a part, at most so many rows at a time.
+            compute: what was prepared of a part, at most so many rows at a time; it says, too, how
+                the worker's engine computes.
             write: is given a part's name, what it was computed from, what came out, and how many
                 rows memory allowed if those were fewer, since rounding depends on it.
         """
         most, named = self.plan.batch_rows, getattr(self.parts, kind)
         limits: dict[str, int] = {}  # of parts at which memory ran out
 
-        def computed(item: tuple[str, list]) -> tuple[list, int, PartProgress]:
+        def computed(item: tuple[str, list]) -> tuple[tuple[list, Engine], int, PartProgress]:
             name, prepared = item
             begun = work.begin(name)
 
@@ -261,11 +264,16 @@ class _Job:
             fitting = self.memory.together(kind, named[name])[0]
             backoff = Backoff(min([fitting, *earlier]), shrank)
             count = max(1, rows * len(prepared))
-            results = backoff.retry(lambda limit: compute(name, prepared, limit, begun), count)
-            return results, backoff.limit, begun
+            made = backoff.retry(lambda limit: compute(name, prepared, limit, begun), count)
+            return made, backoff.limit, begun
 
-        def finished(item: tuple[str, list], outcome: tuple[list, int, PartProgress]) -> None:
-            (name, prepared), (results, limit, begun) = item, outcome
+        def finished(
+            item: tuple[str, list], outcome: tuple[tuple[list, Engine], int, PartProgress]
+        ) -> None:
+            (name, prepared), ((results, engine), limit, begun) = item, outcome
+            if engine.uncaptured != self.engine.uncaptured:
+                self.progress.say(f"note: steps aren't captured now ({engine.uncaptured})")
+            self.engine = engine
             write(name, prepared, results, limit if limit < most else None)
             begun.end()
 
@@ -301,7 +309,7 @@ class _Job:
 
         def compute(
             name: str, some: list[Query], limit: int, begun: PartProgress
-        ) -> list[list[Drawn]]:
+        ) -> tuple[list[list[Drawn]], Engine]:
             begun.keep = partial(self.writer.keep_batches, name, limit)
             kept = self.writer.kept_batches(name, limit)
             what = some, limit, self.memory.waiting, kept
@@ -338,7 +346,7 @@ class _Job:
             for query, own in zip(queries, drawn, strict=True)
             for draw, one in enumerate(own)
         ]
-        self.writer.add_responses(name, rows, limit)
+        self.writer.add_responses(name, rows, limit, self.engine.captured)
 
     # -- contexts -------------------------------------------------------------------------------
 
@@ -370,11 +378,12 @@ class _Job:
             limit: int | None,
         ) -> None:
             made = tables(contexts, results, self.settings, self.plan.chat)
-            self.writer.add_contexts(name, *made, limit)
+            steered = any(context.at_turn for context in contexts)
+            self.writer.add_contexts(name, *made, limit, self.engine.captured and not steered)
 
         def compute(
             _: str, some: list[PreparedContext], limit: int, begun: PartProgress
-        ) -> list[ContextResult]:
+        ) -> tuple[list[ContextResult], Engine]:
             return self.team.call(self.recipe.contexts, some, limit, listener=begun)
 
         self._compute_parts("contexts", work, todo, each, prepare, compute, write)

@@ -13,6 +13,9 @@ in every dtype. Rounding moves a row by a small share of one, which scales with 
 Where a token changes next to nothing, rounding would be held against nothing: a displacement counts
 as no less than a share of the logits themselves (:data:`LEAST`).
 
+Captured steps are what a GPU decodes with if rows decoded with them pass the same comparison. Else
+steps are computed as they come.
+
 Two checks would need prompts of hundreds or thousands of tokens, and do without them. Sliding
 windows are narrowed, so that short prompts fill them; as wide as they are, they are checked where
 they hold whole rows, which share their prefix then. A prefix of more than
@@ -24,6 +27,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -34,6 +38,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from ia_mech.engine.decode import Decoded, Row, decode
 from ia_mech.engine.installed import LayerBytes, install, installed
+from ia_mech.engine.memory import kept
 from ia_mech.engine.sampling import draw_tokens, stream_key
 from ia_mech.engine.score import Turn, score
 from ia_mech.engine.shared import Engine, held
@@ -57,6 +62,7 @@ LONG, QUERIES = 512, 33  # attention on CPUs takes blocks of 512 keys, and of 32
 WINDOW = 8  # tokens; each prompt fills it, together with what is decoded
 PADDED = 33  # tokens of a padded batch: 1 modulo 32, where padding has gone wrong before
 STEPS = 3
+CAPTURING = ("cuda",)  # types of devices on which steps can be captured
 TOKENS = 24  # two prompts of 12 and 5, and a turn of 7
 
 
@@ -83,6 +89,8 @@ def check_engine(model: PreTrainedModel, ids: Sequence[int], *, ignore: bool = F
     while not made.engine.ignored:
         try:
             _check(model, list(ids))
+            if model.device.type in CAPTURING:
+                made.engine = _capturing(model, list(ids))
             _PASSED[model] = place, made.engine
             break
         except UserError as error:
@@ -127,6 +135,41 @@ def _check(model: PreTrainedModel, ids: list[int]) -> None:
     made.held = _layer_bytes(model, differences[0].prefilled.state, made.engine)
     for each in differences:
         each.refuse_large_ones()
+
+
+def _capturing(model: PreTrainedModel, ids: list[int]) -> Engine:
+    """The engine of a model that has passed; with captured steps, if those pass, too."""
+    made = installed(model)
+    plain, why = made.engine, _uncapturable(model)
+    if not why:
+        made.engine = replace(plain, captured=True)
+        try:
+            with torch_threads(1), torch.inference_mode(), _narrow_windows(model, ids[:TOKENS]):
+                differences = _Differences(model, ids)
+                differences.compare_decoding("cached decoding")  # says what rounding does
+                differences.compare_captured_steps()
+            differences.refuse_large_ones()
+            why = made.engine.uncaptured
+        except Exception as error:  # a model may do anything that can't be captured
+            if is_out_of_memory(error):
+                raise
+            why = " ".join(str(getattr(error, "problem", error)).split())[:160]
+        kept.pop(model, None)  # with the narrow windows
+    if not why:
+        made.held = tuple(one._replace(shared=True) for one in made.held)
+    return replace(plain, captured=not why, uncaptured=why)
+
+
+def _uncapturable(model: PreTrainedModel) -> str:
+    """Why a model's steps can't be captured, as far as that is known; empty if it isn't."""
+    made, config = installed(model), text_config(model.config)
+    if len(made.engine.shared) + len(made.engine.within) < made.engine.layers:
+        return "some layers don't keep keys and values that rows can share"
+    if made.border is not None or getattr(config, "attention_chunk_size", None):
+        return "positions or chunks depend on the longest row"
+    if len({weight.device for weight in model.parameters()}) > 1:
+        return "the model is on several devices"
+    return "" if find_spec("triton") else "Triton isn't installed"
 
 
 def _layer_bytes(model: PreTrainedModel, state: State, engine: Engine) -> tuple[LayerBytes, ...]:
@@ -192,9 +235,7 @@ class _Differences:
         self.compare_decoding("cached decoding")
         self._score()
         self._sample()
-        limit = context_limit(self.model.config)
-        shared = installed(self.model).engine.shared
-        if shared and (limit is None or limit > LONG + TOKENS):
+        if installed(self.model).engine.shared and self._takes_long:
             self._compare_long_prefix(self.prefilled.state)
 
     def refuse_large_ones(self) -> None:
@@ -276,30 +317,68 @@ class _Differences:
 
     def _sample(self) -> None:
         """Compare greedy and sampled rows with the sampling rule on the logits of full passes."""
-        rows = [
-            Row(context, temperature, stream_key(0, "check", context))
-            for context in (0, 1)
-            for temperature in (0.0, 0.7, 2.0)
-        ]
+        rows = _rows(2)
         decoded = decode(self.model, [self.prefilled], rows, [], STEPS)
-        for context, prompt in enumerate(self.prompts):
-            mine = slice(3 * context, 3 * context + 3)
-            written = [[*prompt, *one.token_ids.tolist()] for one in decoded[mine]]
-            logits = _full_pass(self.model, written)[:, len(prompt) - 2 :]
-            for compared in zip(rows[mine], decoded[mine], logits, strict=True):
-                self._compare_row(*compared)
+        self._compare_rows("sampled rows", rows, decoded)
 
-    def _compare_row(self, row: Row, wrote: Decoded, logits: Tensor) -> None:
-        """Compare what a row wrote with logits ``[STEPS + 2, vocab]`` of a full pass over it."""
-        what, warmth = "sampled rows", row.temperature or 1.0
-        tokens = wrote.token_ids.tolist()
-        self._compare_logprobs(what, wrote.logprobs_raw, logits, tokens, row.context)
+    def compare_captured_steps(self) -> None:
+        """Compare rows of both prompts and of a long context: all at once, and so that rows of
+        every age are decoded together."""
+        groups, rows = [self.prefilled], _rows(2 + self._takes_long)
+        if self._takes_long:
+            state = _repeat_prefix(self.model, self.prefilled.state)
+            groups.append(Prefilled(state, self.prefilled.logits[:1], None))
+        decoded = decode(self.model, groups, rows, [], 2 * STEPS)
+        stops = decoded[1].token_ids[1:2].tolist()  # at least one row ends before others
+        joined = decode(self.model, groups, rows, stops, 2 * STEPS, together=4)
+        for each in (decoded, joined):
+            self._compare_rows("captured steps", rows[:6], each[:6])
+            if self._takes_long:
+                self._compare_long_rows(groups[1], rows[6:], each[6:])
+
+    @property
+    def _takes_long(self) -> bool:
+        limit = context_limit(self.model.config)
+        return limit is None or limit > LONG + TOKENS
+
+    def _compare_rows(self, what: str, rows: Sequence[Row], decoded: Sequence[Decoded]) -> None:
+        """Compare the rows of both prompts, which are as many each, with full passes."""
+        each = len(rows) // 2
+        for context, prompt in enumerate(self.prompts):
+            mine = slice(each * context, each * (context + 1))
+            written = [[*prompt, *one.token_ids.tolist()] for one in decoded[mine]]
+            longest = max(map(len, written))
+            padded = [ids + [0] * (longest - len(ids)) for ids in written]  # nobody sees it
+            logits = _full_pass(self.model, padded)[:, len(prompt) - 2 :]
+            for compared in zip(rows[mine], decoded[mine], logits, strict=True):
+                self._compare_row(what, *compared)
+
+    def _compare_long_rows(
+        self, long: Prefilled, rows: Sequence[Row], decoded: Sequence[Decoded]
+    ) -> None:
+        """Compare rows of a long context with rows that have a copy of it, by plain steps."""
+        copied = expand(self.model, [long], [0] * len(rows), copies=True)
+        logits = [long.logits.expand(len(rows), -1)] * 2
+        for step in range(2 * STEPS):
+            ended = [min(step, len(one.token_ids) - 1) for one in decoded]
+            tokens = [int(one.token_ids[at]) for one, at in zip(decoded, ended, strict=True)]
+            logits.append(_step(self.model, copied, tokens))
+        for compared in zip(rows, decoded, torch.stack(logits, 1), strict=True):
+            self._compare_row("captured steps", *compared)
+
+    def _compare_row(self, what: str, row: Row, wrote: Decoded, logits: Tensor) -> None:
+        """Compare what a row wrote with logits ``[tokens + 2 or more, vocab]`` of a full pass over
+        it."""
+        warmth, tokens = row.temperature or 1.0, wrote.token_ids.tolist()
+        count, context = len(tokens), row.context % len(self.prompts)
+        logits = logits[: count + 2]
+        self._compare_logprobs(what, wrote.logprobs_raw, logits, tokens, context)
         if row.temperature:
             tempered = wrote.logprobs_tempered
-            self._compare_logprobs(what, tempered, logits, tokens, row.context, warmth)
-        steps = torch.arange(STEPS, device=self.device)
-        keys = torch.tensor([row.stream] * STEPS, device=self.device)
-        temperature = torch.full((STEPS,), row.temperature, device=self.device)
+            self._compare_logprobs(what, tempered, logits, tokens, context, warmth)
+        steps = torch.arange(count, device=self.device)
+        keys = torch.tensor([row.stream] * count, device=self.device)
+        temperature = torch.full((count,), row.temperature, device=self.device)
         right = draw_tokens(logits[1:-1], temperature, keys, steps[:, None])
         # Logits that differ by d choose the same token where the margin is above 2 d / T.
         raw = torch.from_numpy(wrote.logprobs_raw).to(self.device)
@@ -318,6 +397,15 @@ class _Differences:
             ours = _step(self.model, shared, [token] * QUERIES)
         for logits in ours:
             self._compare("rows of a long context", logits, torch.stack(right))
+
+
+def _rows(contexts: int) -> list[Row]:
+    """Three rows of each context."""
+    return [
+        Row(context, temperature, stream_key(0, "check", context))
+        for context in range(contexts)
+        for temperature in (0.0, 0.7, 2.0)
+    ]
 
 
 def _step(model: PreTrainedModel, state: State, tokens: Sequence[int]) -> Tensor:

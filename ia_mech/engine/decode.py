@@ -6,6 +6,7 @@ is never changed: rows go on from a copy of it, or refer to it
 step takes.
 """
 
+import contextlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -13,30 +14,13 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from ia_mech.engine.intervene import TokenwiseIntervention
-from ia_mech.engine.sampling import Draw, draw_tokens
-from ia_mech.engine.state import Prefilled, expand, forward
+from ia_mech.engine.installed import installed
+from ia_mech.engine.sampling import Draw
+from ia_mech.engine.state import Prefilled
+from ia_mech.engine.steps import Row as Row  # what is decoded
+from ia_mech.engine.steps import Steps
 
 FREED = 4  # rows join once one place in so many is free, since each joining copies states
-
-
-@dataclass(frozen=True)
-class Row:
-    """One generation to decode.
-
-    Attributes:
-        context: the number of its context, counted through all groups.
-        temperature: 0 for greedy.
-        stream: key of its noise, from :func:`ia_mech.engine.sampling.stream_key`; unused if greedy.
-        steered: changes made at every token of the turn; position 0 stands for all of them.
-        drawn: how many of its first tokens are drawn; the rest is greedy. None for all.
-    """
-
-    context: int
-    temperature: float
-    stream: tuple[int, int]
-    steered: tuple[TokenwiseIntervention, ...] = ()
-    drawn: int | None = None
 
 
 @dataclass(frozen=True)
@@ -82,63 +66,38 @@ def decode(
     """
     if not rows:
         return []
-    device, stops = groups[0].logits.device, set(stop_ids)
-    record = _Record(len(rows), max_new_tokens)
+    stops, record = set(stop_ids), _Record(len(rows), max_new_tokens)
     places = min(together or len(rows), len(rows))
     waiting = sorted(range(len(rows)), key=lambda row: rows[row].context)
-    temperatures = torch.tensor([row.temperature for row in rows], device=device)
-    most_drawn = torch.tensor(
-        [max_new_tokens if row.drawn is None else row.drawn for row in rows], device=device
-    )
-    streams = torch.tensor([row.stream for row in rows], device=device)
-    firsts = torch.cat([group.logits for group in groups])
-    batch: list[int] = []  # the row in each place
-    logits, state, changed = firsts[:0], None, False
-    while batch or waiting:
-        there, free = len(batch), places - len(batch)
-        if waiting and free * FREED >= places:
-            joining, waiting = waiting[:free], waiting[free:]
-            batch += joining
-            logits = torch.cat([logits, firsts[[rows[row].context for row in joining]]])
-            changed = True
-        if changed:
-            at = torch.tensor(batch, device=device)
-            temperature, stream, drawn = temperatures[at], streams[at], most_drawn[at]
-            steps = torch.tensor(record.length[batch], device=device)[:, None]
-        now = torch.where(steps[:, 0] < drawn, temperature, 0.0)
-        draws = draw_tokens(logits, now, stream, steps)
-        tokens = record.add(batch, draws)
-        left = (max_new_tokens - record.length[batch]).tolist()
-        last = {at for at, token in enumerate(tokens) if token in stops or not left[at]}
-        if on_step is not None:
-            on_step(len(batch), len(last), sum(left[at] for at in last))
-        kept = [at for at in range(there) if at not in last]
-        if state is not None and 0 < len(kept) < there:
-            kept = state.drop([at for at in range(there) if at in last])
-        begun = [at for at in range(there, len(batch)) if at not in last]
-        batch, changed = [batch[at] for at in kept + begun], bool(last)
-        if not batch:
-            logits = firsts[:0]
-            continue
-        token = draws.token[kept + begun] if changed else draws.token
-        state = state if kept else None  # frees its memory for the next one
-        if begun:
-            fresh = expand(
-                model,
-                groups,
-                [rows[row].context for row in batch[len(kept) :]],
-                max_new_tokens - 1,
-                places=places,
-            )
-            if state is None:
-                state = fresh
-            else:
-                state.join(fresh)
-        assert state is not None
-        steps = steps + 1
-        steered = [rows[row].steered for row in batch]
-        logits = forward(model, state, token[:, None], interventions=steered).logits[:, -1]
+    batch: list[int] = []
+    with _stepping(model, groups, rows, places, max_new_tokens - 1) as steps:
+        while batch or waiting:
+            free = places - len(batch)
+            if waiting and free * FREED >= places:
+                batch, waiting = batch + waiting[:free], waiting[free:]
+            tokens = record.add(batch, steps.draw(batch, record.length[batch]))
+            left = (max_new_tokens - record.length[batch]).tolist()
+            last = {at for at, token in enumerate(tokens) if token in stops or not left[at]}
+            if on_step is not None:
+                on_step(len(batch), len(last), sum(left[at] for at in last))
+            order = steps.forward([at for at in range(len(batch)) if at not in last])
+            batch = [batch[at] for at in order]
     return record.rows(stops)
+
+
+def captures(model: PreTrainedModel, rows: Sequence[Row]) -> bool:
+    """Whether such rows are decoded by captured steps (``captured.py``)."""
+    return installed(model).engine.captured and not any(row.steered for row in rows)
+
+
+def _stepping(
+    model: PreTrainedModel, groups: Sequence[Prefilled], rows: Sequence[Row], places: int, room: int
+) -> contextlib.AbstractContextManager["Steps"]:
+    if captures(model, rows):
+        from ia_mech.engine import captured  # needs Triton
+
+        return captured.stepping(model, groups, rows, places, room)
+    return contextlib.nullcontext(Steps(model, groups, rows, places, room))
 
 
 class _Record:

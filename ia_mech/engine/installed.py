@@ -4,6 +4,7 @@ An installed model has
 
 - linear weights reordered where that pays (``weights.py``);
 - hooks on its blocks, which capture and edit what the current pass says (``passes.py``);
+- on CUDA, fused norms in the engine's passes (``norms.py``);
 - where rows share their prefix, an attention function for the layers that share it; the other
   layers keep the model's own (``shared.py``).
 
@@ -24,6 +25,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from ia_mech.engine.blocks import find_blocks
+from ia_mech.engine.norms import fuse_norms
 from ia_mech.engine.passes import current, hook_blocks
 from ia_mech.engine.shared import Engine, attend_shared, is_shared
 from ia_mech.engine.weights import reorder_weights
@@ -100,6 +102,8 @@ def install(model: PreTrainedModel) -> Installed:
         UserError: its blocks can't be found.
     """
     reorder_weights(model)
+    if model.device.type == "cuda":
+        fuse_norms(model)
     if ATTRIBUTE not in vars(model):
         blocks, config = find_blocks(model), text_config(model.config)
         hook_blocks(blocks)

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
@@ -19,7 +20,9 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 RESERVE = 8  # one part in so many of a device's memory is left to activations and drivers
-LOGITS_HELD = 3  # a step's logits, and two copies while a token is drawn from them
+# A step's logits, and two copies while a token is drawn from them; or, of captured steps, those in
+# the memory of the graphs, those of the run before capturing, and the graphs' other tensors.
+LOGITS_HELD = 3
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class Footprint:
     def row(self, tokens: int, new: int) -> int:
         """Most bytes of a row that goes on from such a context for ``new`` tokens: its own state,
         one layer of it twice while that is replaced, and its logits."""
-        own = sum(one.layers * one.of(new) for one in self.layers if one.shared)
+        own = sum(one.layers * (one.fixed + one.each * new) for one in self.layers if one.shared)
         copied = [one for one in self.layers if not one.shared]
         twice = max((one.of(tokens + new) for one in copied), default=0)
         own += sum(one.layers * one.of(tokens + new) for one in copied)
@@ -81,6 +84,10 @@ def part_bytes(device: torch.device, weights: int, everywhere: bool = False) -> 
     return max(left, total // RESERVE) // workers
 
 
+# What decoding with a model leaves for the next one: tensors and graphs of captured steps. One that
+# decodes takes it out.
+kept: WeakKeyDictionary[PreTrainedModel, Any] = WeakKeyDictionary()
+
 _share = ContextVar("_share", default=1)  # passes may hold one part in so many of their limits
 
 
@@ -100,7 +107,8 @@ def smaller_passes(share: int) -> Iterator[None]:
 
 
 class Backoff:
-    """Call functions with a limit that is halved whenever memory runs out.
+    """Call functions with a limit that is halved whenever memory runs out, and nothing in
+    :data:`kept` can be given up for it.
 
     The smaller limit stays in force. Smaller batches round differently and may change rows whose
     decision was a near-tie: ``notify`` lets the run record that.
@@ -131,8 +139,12 @@ class Backoff:
                 if not is_out_of_memory(error):
                     raise
             # Outside the except block: the traceback would keep the batch's tensors alive.
+            spare = bool(kept)
+            kept.clear()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
+            if spare:
+                continue
             if size == 1:
                 raise UserError(
                     "out of memory with a batch of one",

@@ -68,7 +68,7 @@ class Pass:
                 _require_computed([at - begin for at in own if at >= 0], width, begin)
             at = torch.tensor([list(own) for own in captured], dtype=torch.long)
             self._captured = torch.where(at < 0, at, at - torch.tensor(first)[:, None])
-        self._indices: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
+        self._indices: dict[torch.device, tuple[Tensor, Tensor]] = {}  # rows, columns
         # layer → row, columns, and what is done there
         self._edits: dict[int, list[tuple[int, list[int], Intervention]]] = defaultdict(list)
         for row, changes in enumerate(interventions):
@@ -95,14 +95,12 @@ class Pass:
     def _keep(self, hidden: Tensor, columns: Tensor) -> None:
         if hidden.ndim != 3:
             raise ValueError(f"a block gave a tensor of {hidden.ndim} dimensions, expected 3")
-        # Copied once per device: with a copy for each block, every block would wait for it.
+        # Copied once per device, without waiting for what that has yet to do.
         if hidden.device not in self._indices:
-            at = columns.to(hidden.device)
-            rows = torch.arange(len(at), device=hidden.device)[:, None]
-            self._indices[hidden.device] = rows, at.clamp(min=0), (at < 0)[..., None]
-        rows, at, lacking = self._indices[hidden.device]
-        kept = hidden[rows, at]  # [rows, positions, d_model], a copy
-        self._kept.append(kept.masked_fill_(lacking, torch.nan))
+            rows = torch.arange(len(columns), device=hidden.device)[:, None]
+            at = columns.clamp(min=0).to(hidden.device, non_blocking=True)
+            self._indices[hidden.device] = rows, at
+        self._kept.append(hidden[self._indices[hidden.device]])  # [rows, positions, d_model]
 
     def residuals(self) -> Tensor | None:
         """``[rows, layers + 1, positions, d_model]`` in the model's dtype, after the pass.
@@ -116,7 +114,10 @@ class Pass:
             )
         if self._captured is None:
             return None
-        return torch.stack([kept.to(self._kept[0].device) for kept in self._kept], dim=1)
+        device = self._kept[0].device
+        kept = torch.stack([one.to(device) for one in self._kept], dim=1)
+        lacking = (self._captured < 0).to(device, non_blocking=True)
+        return kept.masked_fill_(lacking[:, None, :, None], torch.nan)
 
 
 def _require_computed(columns: Sequence[int], width: int, first: int) -> None:

@@ -30,10 +30,10 @@ _W0, _W1 = 0x9E3779B9, 0xBB67AE85  # Weyl key increments: golden ratio and sqrt(
 _MASK = 0xFFFFFFFF
 _ROUNDS = 10
 _ONE_BELOW = 1.0 - 2.0**-24  # the largest float32 below one
-_BLOCK = 64  # tokens that are first drawn as one
+BLOCK = 64  # tokens that are first drawn as one
 # The least sum that a block is given, so that its score is finite. Such a block is never drawn:
 # noise lies between -2.9 and 22.9, and the block with the largest logit has a sum of 1 or more.
-_NEVER_DRAWN = 1e-30
+NEVER_DRAWN = 1e-30
 CPU_LOGITS = 400_000  # logits sampled at a time on a CPU, so that temporary tensors stay in cache
 LOG2_E = 1 / math.log(2)
 
@@ -142,7 +142,7 @@ def draw_tokens(logits: Tensor, temperature: Tensor, stream: Tensor, step: int |
         return gumbel(stream, numbers, step, level).masked_fill_(greedy, 0.0)
 
     blocks = torch.arange(maxima.shape[-1], device=logits.device)[None]
-    scores = torch.where(greedy, maxima, tempered.clamp(min=_NEVER_DRAWN).log_())
+    scores = torch.where(greedy, maxima, tempered.clamp(min=NEVER_DRAWN).log_())
     block, block_lead = _largest(scores + noise(blocks, 1))
     tokens, inside = _inside(block, logits)
     place, token_lead = _largest((inside - best) / divisor + noise(tokens, 0))
@@ -183,15 +183,15 @@ def _maxima_and_sums(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tenso
 
 def _by_blocks(reduce: Callable[..., Tensor], values: Tensor) -> Tensor:
     """``[rows, vocab]`` reduced to ``[rows, blocks]``, the last block apart if it is shorter."""
-    count = values.shape[-1] // _BLOCK
-    whole, rest = values[:, : count * _BLOCK], values[:, count * _BLOCK :]
-    blocks = reduce(whole.unflatten(-1, (count, _BLOCK)), -1)
+    count = values.shape[-1] // BLOCK
+    whole, rest = values[:, : count * BLOCK], values[:, count * BLOCK :]
+    blocks = reduce(whole.unflatten(-1, (count, BLOCK)), -1)
     return torch.cat([blocks, reduce(rest, -1, keepdim=True)], -1) if rest.shape[-1] else blocks
 
 
 def _inside(block: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
     """The tokens of each row's block and their logits, ``[rows, 64]``; -inf beyond the last one."""
-    tokens = block * _BLOCK + torch.arange(_BLOCK, device=logits.device)
+    tokens = block * BLOCK + torch.arange(BLOCK, device=logits.device)
     last = logits.shape[-1] - 1
     inside = logits.gather(-1, tokens.clamp(max=last))
     return tokens, inside.masked_fill_(tokens > last, -torch.inf)

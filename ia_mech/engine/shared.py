@@ -300,6 +300,8 @@ class Engine:
         layers: how many layers the model has.
         why: why no layer shares; empty otherwise.
         ignored: what the start-up check found and the user chose to ignore; empty otherwise.
+        captured: whether decoding steps are captured as CUDA graphs (``captured.py``).
+        uncaptured: why they aren't; empty on a CPU.
     """
 
     shared: tuple[int, ...]
@@ -307,6 +309,8 @@ class Engine:
     within: tuple[int, ...] = ()
     why: str = ""
     ignored: str = ""
+    captured: bool = False
+    uncaptured: str = ""
 
     @classmethod
     def possible(cls, model: PreTrainedModel) -> "Engine":
@@ -350,7 +354,9 @@ class Engine:
         return f"prefix shared in {' and '.join(where)}{', copied in others' if rest else ''}"
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.why})" if self.why else self.name
+        steps = "; steps are captured" if self.captured else ""
+        steps = f"; steps aren't captured ({self.uncaptured})" if self.uncaptured else steps
+        return f"{self.name} ({self.why}){steps}" if self.why else f"{self.name}{steps}"
 
 
 def _ranges(numbers: Sequence[int]) -> str:
@@ -475,12 +481,16 @@ class SharedLayer(DynamicLayer):
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        *,
         scaling: float,
         softcap: float | None,
         sinks: Tensor | None,
+        window: int | None,
     ) -> Tensor:
         """Attention ``[rows, heads, new, value_dim]`` of queries ``[rows, heads, new, dim]`` over
         the prefixes and the rows' own ``key`` and ``value`` ``[rows, kv_heads, own, …]``."""
+        if window is not None and self.get_seq_length() > window:
+            raise NotImplementedError("the layer's keys aren't kept for this sliding window")
         self._waiting = False
         bias = self.table.own_bias(query.shape[2], query.device)
         own = attend(query, key, value, scaling=scaling, softcap=softcap, bias=bias)
@@ -556,9 +566,11 @@ def attend_shared(
     **kwargs,
 ) -> tuple[Tensor, None]:
     """Attention ``[rows, new, heads, dim]`` over a shared layer, as ``transformers`` calls it."""
-    layer: SharedLayer = getattr(key, ATTRIBUTE)
-    if sliding_window is not None and layer.get_seq_length() > sliding_window:
-        raise NotImplementedError("the layer's keys aren't kept for this sliding window")
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    output = layer.attend(query, key, value, scaling, softcap, s_aux)
+    output = getattr(key, ATTRIBUTE).attend(
+        *(query, key, value),
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        softcap=softcap,
+        sinks=s_aux,
+        window=sliding_window,
+    )
     return output.transpose(1, 2).contiguous(), None

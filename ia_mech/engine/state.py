@@ -74,7 +74,7 @@ class State:
     table: PrefixTable | None = None
 
     def __post_init__(self) -> None:
-        self.padded = not bool(self.mask.all())
+        self.padded = self.mask.numel() > 0 and not bool(self.mask.all())
 
     @property
     def rows(self) -> int:
@@ -149,15 +149,17 @@ def prefill(
             is captured as the interventions leave it.
         whole: layers with a sliding window also keep the tokens that it has passed.
     """
-    ids, mask = _left_padded([prefix.ids for prefix in prefixes], model.device)
+    ids, mask = _left_padded([prefix.ids for prefix in prefixes])
     cache = DynamicCache(config=model.config)
     for layer in cache.layers if whole else ():
         if type(layer) is DynamicSlidingWindowLayer:
             layer.activate_past_recording()
     state = State(
         cache=cache,
-        mask=mask[:, :0],
-        position=torch.tensor([prefix.start for prefix in prefixes], device=model.device),
+        mask=mask[:, :0].to(model.device),
+        position=torch.tensor([prefix.start for prefix in prefixes]).to(
+            model.device, non_blocking=True
+        ),
     )
     logits, residuals = forward(
         model,
@@ -221,15 +223,16 @@ def similar_lengths(
         yield group
 
 
-def _left_padded(ids: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """``[rows, longest]`` int64 ids with zeros on their left, and the mask of the real ones."""
+def _left_padded(ids: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """``[rows, longest]`` int64 ids with zeros on their left, and the mask of the real ones, on the
+    host."""
     longest = max(len(one) for one in ids)
     padded = torch.zeros(len(ids), longest, dtype=torch.long)
     mask = torch.zeros_like(padded)
     for row, one in enumerate(ids):
         padded[row, longest - len(one) :] = torch.tensor(one)
         mask[row, longest - len(one) :] = 1
-    return padded.to(device), mask.to(device)
+    return padded, mask
 
 
 class Output(NamedTuple):
@@ -290,12 +293,12 @@ def forward(
         masked=others or not shared,
     )
     device = state.mask.device  # the first layer's; drawn tokens are on the last layer's
-    ids = ids.to(device)
+    ids = ids.to(device, non_blocking=True)
     if mask is None:
         mask = torch.ones_like(ids)
-    else:
-        mask = mask.to(device)
+    else:  # from the host, so that a pass doesn't wait for the one before
         state.padded = state.padded or not bool(mask.all())
+        mask = mask.to(device, non_blocking=True)
     positions = state.position[:, None] + mask.cumsum(-1) - 1
     state.mask = torch.cat([state.mask, mask], dim=-1)
     if made.border is not None and int(positions.max()) >= made.border:
@@ -304,12 +307,13 @@ def forward(
             " all tokens differently",
             "leave such conversations out, or write fewer tokens",
         )
-    arguments: dict[str, int | Tensor] = {}
+    arguments: dict[str, Any] = {}
     accepted = inspect.signature(model.forward).parameters
     if "logits_to_keep" in accepted:
-        # Given as indices: told a number, Gemma 4 computes its last layers for those tokens alone.
+        # Told a number, Gemma 4 computes its last layers for those tokens alone; for indices, a
+        # device is waited for.
         few = 0 < keep < ids.shape[1]
-        arguments["logits_to_keep"] = torch.arange(-keep, 0) if few else 0
+        arguments["logits_to_keep"] = slice(-keep, None) if few else 0
     if "position_ids" in accepted:
         arguments["position_ids"] = positions.clamp(min=0)
     with torch.inference_mode(not gradients), making(one):

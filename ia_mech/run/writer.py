@@ -164,15 +164,19 @@ class RunWriter:
         return kept["batches"] if kept.get("limit") == limit else []
 
     def add_responses(
-        self, name: str, rows: list[dict[str, Any]], batch_rows: int | None = None
+        self,
+        name: str,
+        rows: list[dict[str, Any]],
+        batch_rows: int | None = None,
+        captured: bool = False,
     ) -> None:
-        """Write a part of responses; ``batch_rows`` as for :meth:`add_contexts`."""
+        """Write a part of responses; how it was computed as for :meth:`add_contexts`."""
         self._refuse_unclaimed("responses", name)
         files = {}
         if rows:
             table = pa.Table.from_pylist(rows, schema=layout.RESPONSES)
             files = self._write_table("responses", name, table)
-        self._add("responses", name, len(rows), files, batch_rows)
+        self._add("responses", name, len(rows), files, batch_rows, captured)
         (self.path / layout.batches_file(name)).unlink(missing_ok=True)
 
     def add_contexts(
@@ -183,6 +187,7 @@ class RunWriter:
         header_logits: "Tensor | None",
         residuals: "Tensor | None",
         batch_rows: int | None = None,
+        captured: bool = False,
     ) -> None:
         """Write a part of contexts; a part without contexts has no files.
 
@@ -191,6 +196,7 @@ class RunWriter:
             residuals: ``[contexts, layers + 1, positions, d_model]``.
             batch_rows: the largest number of rows decoded together, where memory allowed fewer than
                 were asked for.
+            captured: whether its rows were decoded by captured steps.
         """
         self._refuse_unclaimed("contexts", name)
         files: dict[str, Any] = {}
@@ -209,7 +215,7 @@ class RunWriter:
                     for layer, states in enumerate(residuals.unbind(1))
                 }
                 files |= self._write_tensors("residuals", name, kept, names)
-        self._add("contexts", name, contexts.num_rows, files, batch_rows)
+        self._add("contexts", name, contexts.num_rows, files, batch_rows, captured)
 
     def finish(self) -> None:
         """Write the dataset card if the run is complete, has a context and no card yet."""
@@ -228,7 +234,13 @@ class RunWriter:
             raise RuntimeError(f"part {name} of the {kind} is done, or another process computes it")
 
     def _add(
-        self, kind: str, name: str, contexts: int, files: dict[str, Any], batch_rows: int | None
+        self,
+        kind: str,
+        name: str,
+        contexts: int,
+        files: dict[str, Any],
+        batch_rows: int | None,
+        captured: bool,
     ) -> None:
         # The folders above may be new, too.
         for folder in {self.path / parent for file in files for parent in Path(file).parents}:
@@ -236,6 +248,7 @@ class RunWriter:
         part = {"format": layout.FORMAT, "run": self._run, "kind": kind, "name": name}
         part |= {"contexts": contexts, "files": files, "session": self._session}
         part |= {"batch_rows": batch_rows} if batch_rows else {}
+        part |= {"captured": True} if captured else {}
         integrity.write_json(self.path / layout.manifest_file(kind, name), part)
         integrity.fsync_folder(self.path)
         self._damaged.pop((kind, name), None)
