@@ -11,21 +11,11 @@ import numpy as np
 import pandas as pd
 
 from benchmarks.coverage_data import percent, table
-from experiments.arms import estimate_best
-from experiments.hybrids import AFTER_RESPONSE, HEADER, OWN, QUERY, RESPONSE, SCORES, WINDOW
-from experiments.locate import (
-    ABOVE_TENTH,
-    BITS,
-    HITS,
-    LEFT_OUT,
-    LESS_QUERY,
-    OWN_SCORES,
-    SHARE,
-    BitsBySite,
-    query_bits_of,
-    whole_site_estimates,
-    window_set,
-)
+from experiments.change import AFTER_RESPONSE, HEADER, OWN, QUERY, RESPONSE
+from experiments.control import estimate_best
+from experiments.grid import ABOVE_TENTH, BITS, HITS, SHARE
+from experiments.locate import LEFT_OUT, LESS_QUERY, WINDOW, whole_site_estimates, window_set
+from experiments.outcome import OWN_SCORES, SCORES, BitsBySite, query_bits_of
 from ia_mech.likelihood.carried import CANDIDATES
 
 QUERIES = 60, 168

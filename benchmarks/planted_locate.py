@@ -31,27 +31,11 @@ import torch
 
 from benchmarks.coverage_data import table
 from benchmarks.planted_routes import DEPTH, DIRECT, GREEDY, ROUTES, SAMPLED, Kind, model, siblings
+from experiments.change import HEADER, OWN, RESPONSE, STATE
 from experiments.experiment import Model
-from experiments.hybrids import (
-    HEADER,
-    OWN,
-    RESPONSE,
-    STATE,
-    WINDOW,
-    SiteScorer,
-    layer_windows,
-)
-from experiments.locate import (
-    ABOVE_TENTH,
-    BITS,
-    MAY_BE_MOST,
-    Locate,
-    estimated,
-    estimates,
-    query_bits_of,
-    whole_site_bits,
-    with_own_scores,
-)
+from experiments.grid import ABOVE_TENTH, BITS, estimated
+from experiments.locate import MAY_BE_MOST, WINDOW, Locate, estimates, layer_windows
+from experiments.outcome import query_bits_of, whole_site_bits, with_own_scores
 from ia_mech.estimates import frame_of
 
 QUERIES, SEEDS = 60, 20
@@ -74,7 +58,7 @@ def measure_study(
     parts = []
     for number in range(queries):
         unit = siblings(kind, rng, f"q{number:03d}", wordings)
-        parts.append(SiteScorer(Model(subject, None), unit).table())
+        parts.append(unit.rows(Model(subject, None)))
         parts[-1]["source"] = unit.source
     return with_own_scores(pd.concat(parts, ignore_index=True))
 

@@ -31,30 +31,13 @@ from typing import Any, ClassVar
 import numpy as np
 import pandas as pd
 
-from experiments.arms import (
-    EXCESS,
-    OF_QUERIES,
-    RATE,
-    SIBLINGS,
-    Arm,
-    arm_estimates,
-    conversations_of,
-    estimate_best,
-    rates_by_query,
-    verdicts_of,
-)
-from experiments.bits import Ids
-from experiments.directions import (
-    BATCH,
-    Learning,
-    SteeredContext,
-    centred_states,
-    learn,
-    random_directions,
-    steered_context,
-)
+from experiments.arms import Arm, conversations_of, verdicts_of
+from experiments.change import Ids
+from experiments.control import arm_estimates, centred_states, estimate_best, random_directions
 from experiments.experiment import Conclusion, Experiment, Model, flag
 from experiments.figures import Drawing, Lines
+from experiments.fit import BATCH, Learning, SteeredContext, learn, steered_context
+from experiments.outcome import EXCESS, OF_QUERIES, RATE, SIBLINGS, rates_by_query
 from experiments.tables import only, tables_of
 from ia_mech.cli import whole_from
 from ia_mech.errors import UserError

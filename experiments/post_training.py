@@ -32,10 +32,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from experiments.arms import EXCESS, OF_QUERIES, arm_estimates, rates_by_query, verdicts_of
-from experiments.bits import SiblingTurns, score_turns, unit_of
+from experiments.arms import verdicts_of
+from experiments.control import arm_estimates
 from experiments.experiment import Conclusion, Experiment, Model, model_of, subject_of
 from experiments.figures import Bars, Drawing
+from experiments.outcome import (
+    EXCESS,
+    OF_QUERIES,
+    SiblingTurns,
+    rates_by_query,
+    score_turns,
+    unit_of,
+)
 from experiments.tables import only, tables_of
 from ia_mech.cli import (
     Parser,

@@ -27,18 +27,17 @@ import numpy as np
 import pandas as pd
 
 from experiments.arms import Arm
-from experiments.bits import (
+from experiments.control import QueryValues, estimate_means
+from experiments.experiment import Conclusion, Experiment, Model, flag
+from experiments.figures import Drawing, Lines
+from experiments.outcome import (
     LEAST_QUERIES,
-    QueryValues,
     SiblingTurns,
-    estimate_means,
     mean_by_query,
     score_turns,
     turns_of,
     unit_of,
 )
-from experiments.experiment import Conclusion, Experiment, Model, flag
-from experiments.figures import Drawing, Lines
 from experiments.paraphrase import (
     REQUESTED,
     Wordings,

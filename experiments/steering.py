@@ -27,16 +27,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import pandas as pd
 
-from experiments.bits import halves_of
-from experiments.directions import (
-    SteeredContext,
-    centred_states,
-    permuted_probes,
-    random_directions,
-    steered_context,
-)
+from experiments.control import centred_states, halves_of, permuted_probes, random_directions
 from experiments.experiment import Conclusion, Experiment, Model, Unit, flag
 from experiments.figures import Bars, Drawing
+from experiments.fit import SteeredContext, steered_context
 from experiments.tables import only, tables_of
 from ia_mech.cli import above_zero, path_of
 from ia_mech.errors import UserError

@@ -33,31 +33,24 @@ from typing import Any
 
 import pandas as pd
 
-from experiments.arms import EXCESS
+from experiments.change import HEADER, OWN, QUERY, RESPONSE, RESPONSES
 from experiments.elicit import BEST, GAP, GREEDY, biased
 from experiments.experiment import flag
-from experiments.hybrids import (
-    HEADER,
-    MAPS,
-    OWN,
-    QUERY,
-    RESPONSE,
-    RESPONSES,
-    USUAL_MAPS,
-    tokens_scored,
-)
-from experiments.interchange import SAMPLES as APART
+from experiments.grid import BITS, SHARE
+from experiments.grid import SAMPLES as APART
 from experiments.locate import (
-    BITS,
     LEFT_OUT,
-    SHARE,
+    MAPS,
+    USUAL_MAPS,
     Locate,
     Lookup,
+    cells_of,
     drawings,
     enough_alone,
     follow_up_bits,
     strongest_windows,
 )
+from experiments.outcome import EXCESS, tokens_scored
 from experiments.tables import estimates_of, headline, print_plan
 from ia_mech.cli import (
     Parser,
@@ -162,7 +155,7 @@ def stages(args: argparse.Namespace) -> list[Stage]:
     length = TYPICAL + WRITTEN
     elicited = 2 * contexts  # under a prompt, and after an opening
     turns = RESPONSES * (1 + len(TEMPERATURES))  # of a query, that are scored after hybrids
-    located = tokens_scored(turns, args.recipients, args.maps, LAYERS, 0)
+    located = tokens_scored(cells_of(args.maps, LAYERS), turns, args.recipients, 0)
     sample = ["--model", args.model, "--dataset", args.dataset, "--limit", str(args.queries)]
     sample += ["--response", "generate", "--responses", str(RESPONSES)]
     sample += ["--response-temperature", "1", "--max-response-tokens", str(RESPONSE_TOKENS)]

@@ -15,28 +15,23 @@ from runs import sampled as made_run
 from shell import call, refusal
 
 import ia_mech.engine.state as state
-from experiments.experiment import Model
-from experiments.interchange import (
+from experiments.control import (
     ARMS,
     BEYOND,
-    CHOOSING,
     DONORS,
     EQUAL,
     FIRST,
-    HEADER,
     MOVED,
     RATIO,
-    SCORING,
     UNCHANGED,
     UNDER,
-    Interchange,
-    Recipient,
     donors_of,
     estimates,
-    exchanged_layers,
-    main,
-    shares_of,
 )
+from experiments.experiment import Model
+from experiments.grid import PutBack
+from experiments.interchange import HEADER, exchanged_layers, main
+from experiments.outcome import CHOOSING, SCORING, shares_of
 from ia_mech.engine.intervene import Replace
 from ia_mech.errors import UserError
 from ia_mech.estimates import frame_of
@@ -193,7 +188,7 @@ def test_what_cannot_be_exchanged_is_refused_and_what_it_takes_is_said(used, com
     assert "has 32 at T = 0.7, and T = 1 was asked for" in refusal(
         command(used.path, "--temperature", "1")
     )
-    line = refusal(command(used.path, "--outcome", "degenerate"))
+    line = refusal(command(used.path, "--category", "degenerate"))
     assert line.startswith(
         "0 queries have a finished response whose greedy turn isn't judged 'degenerate'"
     )
@@ -214,9 +209,8 @@ def test_own_states_change_no_bit_in_any_kind_of_model(family, tmp_path, monkeyp
     ids = tuple(tiny.prompt(30, 0))
     places = ((25,), (26,), (27, 28, 29), (29,))
     cells = [(at, layer) for at in places for layer in exchanged_layers(4)]
-    unit = Recipient("s", "d", 1, ids, cells)
-    experiment = Interchange([], None, tmp_path)
-    assert experiment.measure(Model(subject, chat), unit)["same"].tolist() == [True] * 16
+    unit = PutBack("s", "d", 1, ids, cells)
+    assert unit.rows(Model(subject, chat))["same"].tolist() == [True] * 16
     honest = state.forward
 
     def disturbed(*arguments, **options):
@@ -229,7 +223,7 @@ def test_own_states_change_no_bit_in_any_kind_of_model(family, tmp_path, monkeyp
 
     monkeypatch.setattr(state, "forward", disturbed)
     with pytest.raises(UserError, match="change what is computed in 1 of 16 cells"):
-        experiment.measure(Model(subject, chat), unit)
+        unit.rows(Model(subject, chat))
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)

@@ -15,9 +15,9 @@ import torch
 from conftest import Silent
 from shell import call, refusal
 
-from experiments.arms import EXCESS, RATE, SIBLINGS, best_elsewhere
-from experiments.directions import Learning, SteeredContext, learn
+from experiments.control import best_elsewhere
 from experiments.experiment import Model
+from experiments.fit import Learning, SteeredContext, learn
 from experiments.learned_vector import (
     CHOSEN,
     LEARNED,
@@ -30,6 +30,7 @@ from experiments.learned_vector import (
     LearnedVector,
     main,
 )
+from experiments.outcome import EXCESS, RATE, SIBLINGS
 from ia_mech.engine.intervene import Add
 from ia_mech.engine.score import Turn
 from ia_mech.errors import UserError

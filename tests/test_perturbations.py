@@ -15,7 +15,7 @@ from runs import sampled
 from shell import call, files, refusal, worked
 
 from experiments import changes
-from experiments.changes import (
+from experiments.change import (
     GENERIC_QUESTIONS,
     REACH,
     ask,

@@ -9,24 +9,27 @@ import pytest
 
 from benchmarks.planted_locate import OPTIONS, measure_study
 from benchmarks.planted_routes import GREEDY, ROUTES, SAMPLED
-from experiments.hybrids import (
-    ALL_LAYERS,
+from experiments.change import (
     ALL_THREE,
-    FULL_LAYERS,
     HEADER,
     HEADER_AND_STATE,
     OF_RECURRENT,
     OWN,
-    PLAYERS,
     QUERY,
     RESPONSE,
     RESPONSE_AND_STATE,
-    RESPONSE_AND_STATE_ON,
-    SCORES,
     STATE,
-    STATE_ON,
 )
-from experiments.locate import LEFT_OUT, estimates, query_bits_of, whole_site_bits
+from experiments.locate import (
+    ALL_LAYERS,
+    FULL_LAYERS,
+    LEFT_OUT,
+    PLAYERS,
+    RESPONSE_AND_STATE_ON,
+    STATE_ON,
+    estimates,
+)
+from experiments.outcome import SCORES, query_bits_of, whole_site_bits
 
 SITES = (OWN, RESPONSE, HEADER, QUERY)
 

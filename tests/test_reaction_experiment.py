@@ -11,8 +11,8 @@ import scored
 import tiny
 from shell import call
 
-from experiments.bits import SiblingTurns
 from experiments.experiment import Model
+from experiments.outcome import SiblingTurns
 from experiments.paraphrase import closeness, usable_wordings
 from experiments.reaction import Reaction, compared_responses, main
 from ia_mech.collect.command import main as sample

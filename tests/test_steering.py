@@ -15,8 +15,9 @@ from shell import call
 from test_temperature_sweep import judged
 
 from experiments import steering
-from experiments.directions import SteeredContext, permuted_probes, random_directions
+from experiments.control import permuted_probes, random_directions
 from experiments.experiment import Model
+from experiments.fit import SteeredContext
 from experiments.steering import (
     BEYOND,
     DIRECTION,

@@ -1,16 +1,15 @@
-"""Directions in the residual stream: where they are added, and how they are learned or drawn."""
+"""What is learned before it is tried: a direction by gradient, and doses of one KL."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 
 from experiments.experiment import Model, Unit
-from ia_mech.run import Run
 from ia_mech.run.queries import Query
 from ia_mech.steering import TURN, SteeringVector
 
@@ -18,7 +17,6 @@ if TYPE_CHECKING:  # these load torch
     from torch import Tensor
 
     from ia_mech.engine.score import Turn
-    from probes.targets import Outcome
 
 BATCH, RATE = 12, 0.1  # contexts of a step of Adam, most change of a unit vector
 
@@ -174,59 +172,3 @@ def _learn(model: Model, unit: Learning) -> np.ndarray:
         with torch.no_grad():
             along /= along.norm()
     return along.detach().numpy()
-
-
-# -- drawn -----------------------------------------------------------------------------------------
-
-
-def centred_states(runs: Sequence[Run], layer: int, positions: Sequence[str]) -> np.ndarray:
-    """``[contexts, d_model]`` states of all contexts at the first of the positions that isn't the
-    turn's (``header_last`` if none is), minus each run's mean."""
-    named = next((name for name in positions if name != TURN), "header_last")
-    states = [run.residuals(layer, named).double().numpy() for run in runs]
-    return np.concatenate([own - own.mean(0) for own in states])
-
-
-def permuted_probes(
-    states: np.ndarray, outcome: Outcome, penalty: float, count: int, seed: int
-) -> np.ndarray:
-    """``[count, d]`` logistic directions of length 1: of a probe of ``[n, d]`` states with this
-    penalty whose labels whole sources have exchanged at random.
-
-    Like the probe's, and unlike random ones, they favour axes along which states hardly vary.
-    """
-    from probes.card import directions
-    from probes.fit.folds import permutations
-
-    together = np.zeros(len(outcome), dtype=int)  # one fold: no permutation is left out
-    found = []
-    for rows in permutations(outcome, together, count, np.random.SeedSequence([seed, 24])):
-        moved = {"positives": outcome.positives[rows], "trials": outcome.trials[rows]}
-        labels = replace(outcome, **moved)
-        found.append(directions(states, labels, penalty)["logistic"].weights)
-    return np.array(found, dtype=float)
-
-
-def random_directions(
-    states: np.ndarray, direction: np.ndarray, count: int, seed: int
-) -> np.ndarray:
-    """Directions with the covariance of states, without the component along a direction.
-
-    The covariance has few large directions. Drawn directions lie closer to them, and to a probe
-    that lies there, than directions without a preference would. The component along ``direction``
-    is taken out, since a control that holds a part of the direction would hide its effect.
-
-    Args:
-        states: ``[n, d]``, centred.
-        direction: ``[d]`` that is taken out.
-        count: how many.
-        seed: of the draws.
-
-    Returns:
-        ``[count, d]`` of length 1.
-    """
-    unit = direction / np.linalg.norm(direction)
-    drawn = np.random.default_rng([seed, 24]).standard_normal((count, len(states))) @ states
-    drawn /= np.linalg.norm(drawn, axis=1, keepdims=True)
-    drawn -= (drawn @ unit)[:, None] * unit
-    return drawn / np.linalg.norm(drawn, axis=1, keepdims=True)
