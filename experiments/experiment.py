@@ -37,7 +37,7 @@ import pandas as pd
 from filelock import FileLock, Timeout
 
 from experiments.arms import CHAT, DECODING, Arm, judge_alike, sample_arm, verdicts_of
-from experiments.figures import Drawing
+from experiments.figures import Drawing, Lines
 from experiments.parts import keep, kept
 from experiments.tables import estimates_of, headline, print_plan, sentence_of
 from ia_mech.cli import (
@@ -470,8 +470,8 @@ class Experiment(ABC):
         The code counts as text, so that the key is the same for any version of Python."""
         model, kinds = self.runs[0].model, type(unit).__mro__
         modules = {kind.__module__ for kind in kinds if issubclass(kind, Unit) and kind is not Unit}
-        modules.add(type(self).measure.__module__)
-        code = sorted(hash_of((Path(inspect.getfile(sys.modules[one])),)) for one in modules)
+        used = modules_of(frozenset({*modules, type(self).measure.__module__}))
+        code = sorted(hash_of((Path(inspect.getfile(sys.modules[one])),)) for one in used)
         what = [self.name, code, model["weights_hash"], model["dtype"], type(unit).__name__]
         return [*what, *(engine_of() if self.loads else ()), asdict(unit)]
 
@@ -745,13 +745,29 @@ def hash_of(files: tuple[Path, ...]) -> str:
     return hashlib.blake2b(text, digest_size=8).hexdigest()
 
 
+@lru_cache
+def modules_of(measuring: frozenset[str]) -> frozenset[str]:
+    """Modules that measure, and those of experiments that they import, but for the runner's own."""
+
+    def closed(todo: list[str]) -> set[str]:
+        found: set[str] = set()
+        while todo:
+            if (name := todo.pop()) not in found:
+                found.add(name)
+                named = (
+                    getattr(one, "__module__", None) for one in vars(sys.modules[name]).values()
+                )
+                todo += [one for one in named if str(one).startswith("experiments.")]
+        return found
+
+    return frozenset(measuring | (closed(list(measuring)) - closed([__name__, Lines.__module__])))
+
+
 def engine_of() -> list[str]:
     """What computes with the model: our code as a hash, and torch's version on any machine."""
     import torch
 
-    import ia_mech
-
-    package = Path(ia_mech.__file__).parent
+    package = Path(inspect.getfile(UserError)).parent
     files = (sorted((package / name).glob("*.py")) for name in ("engine", "likelihood"))
     return [hash_of((*chain.from_iterable(files),)), torch.__version__.partition("+")[0]]
 

@@ -595,7 +595,7 @@ class FollowUps(Outcome):
                 columns,
                 detectable=MOVED,
                 most=1.0,
-                index=("dataset", "term", "layer"),
+                index=("dataset", "term", *["layer"] * bool(found["layer"].notna().any())),
                 rows="recipients",
                 legend="Paired by recipient, intervals over recipients' and donors' queries; p: "
                 "Holm-corrected over lines, without the first "
@@ -655,7 +655,8 @@ class FollowUps(Outcome):
             if len(moved) > 1 and high < 1:
                 could = f"with 80% power {low:.2f} to {high:.2f} would have been shown, uncorrected"
             cells = f"{len(moved)} cell{'s' * (len(moved) > 1)}"
-            sentence = f"No {thing} is shown to move {what} ({cells}); {could}. {apart}"
+            sentence = f"No {thing} is shown to move {what} ({cells})"
+            sentence += f"{could and '; '}{could}. {apart}"
         false = int((equal["p_holm"] <= 1 - level).sum())
         control = (
             f"Two donors of equal share differ at {false} of {len(equal)} cells (largest "
