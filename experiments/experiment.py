@@ -754,10 +754,9 @@ def modules_of(measuring: frozenset[str]) -> frozenset[str]:
         while todo:
             if (name := todo.pop()) not in found:
                 found.add(name)
-                named = (
-                    getattr(one, "__module__", None) for one in vars(sys.modules[name]).values()
-                )
-                todo += [one for one in named if str(one).startswith("experiments.")]
+                held = vars(sys.modules[name]).values()
+                named = (str(getattr(one, "__module__", "")) for one in held)
+                todo += [one for one in named if one.startswith("experiments.")]
         return found
 
     return frozenset(measuring | (closed(list(measuring)) - closed([__name__, Lines.__module__])))

@@ -15,13 +15,14 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pandas as pd
 
 from experiments.arms import Arm, conversations_of, verdicts_of
-from experiments.change import OWN, RESPONSES, Cell, Given, Replaced, positions_of
+from experiments.change import OWN, RESPONSES, Cell, Given, Replaced, Splice, positions_of
 from experiments.control import (
     ARMS,
     BEYOND,
@@ -63,6 +64,7 @@ from ia_mech.judge.rubric import ASSESSED, FOLLOW_UP, heading
 from ia_mech.likelihood.carried import CANDIDATES, CEILING, QueryBits
 from ia_mech.results import SHARE as AS_SHARE
 from ia_mech.results import Table, cell_of
+from ia_mech.run import Run
 from ia_mech.stats import cluster_bootstrap, cluster_mean
 
 if TYPE_CHECKING:  # these load torch
@@ -80,59 +82,22 @@ SAMPLES = 16
 BY_BITS, BY_FOLLOW_UPS = "bits", "follow-up"
 
 
-class Outcome:
-    """What a grid measures of its cells: the methods of an experiment that depend on it."""
-
-    siblings = judged = False
-
-    def __init__(self, grid: "Grid") -> None:
-        self.grid, self.args, self.runs = grid, grid.args, grid.runs
-
-    def read(self) -> None:
-        pass
-
-    def arms(self) -> Mapping[str, Arm]:
-        return {}
-
-    def units(self) -> Iterator[Unit]:
-        yield from ()
-
-    def rows(self) -> pd.DataFrame:
-        return self.grid.measure_units(self.units())
-
-    def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
-        raise NotImplementedError
-
-    def data(self, rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
-        return {"rows": rows}
-
-    def tables(self, found: pd.DataFrame) -> list[Table]:
-        raise NotImplementedError
-
-    def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
-        return {}
-
-    def conclude(self, found: pd.DataFrame) -> Conclusion:
-        raise NotImplementedError
-
-
 class Grid(Experiment):
-    """An experiment of cells, whose outcome is chosen.
+    """An experiment of cells, whose outcome is chosen: an instance is of the outcome's class, too.
 
     Class attributes:
-        outcomes: name → what is measured; the first is the usual one.
+        outcomes: name → the class that measures it; the first is the usual one.
     """
 
     judged = True
     queries_used = 60
     columns: ClassVar[Mapping[str, str]] = {**Experiment.columns, "layer": "Int64"}
-    outcomes: ClassVar[Mapping[str, type[Outcome]]]
+    outcomes: ClassVar[Mapping[str, type["Grid"]]]
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        kind = getattr(self.args, "outcome", None) or next(iter(self.outcomes))
-        self.outcome = self.outcomes[kind](self)
-        self.siblings, self.judged = self.outcome.siblings, self.outcome.judged
+    def __new__(cls, runs: list[Run], args: argparse.Namespace, folder: Path) -> "Grid":
+        kind = getattr(args, "outcome", None) or next(iter(cls.outcomes))
+        both = cls.outcomes[kind], cls
+        return super().__new__(type(cls.__name__, both, {"__module__": cls.__module__}))
 
     def cells(self) -> list[Cell]:
         """What is changed."""
@@ -154,35 +119,8 @@ class Grid(Experiment):
         every, fewer = range(1, RESPONSES + 1), f"{fewer}take less time and give wider intervals"
         add("--recipients", int, RESPONSES, fewer, choices=every, metavar="N")
 
-    def read(self) -> None:
-        self.outcome.read()
-
-    def arms(self) -> Mapping[str, Arm]:
-        return self.outcome.arms()
-
-    def units(self) -> Iterator[Unit]:
-        return self.outcome.units()
-
     def measure(self, model: Model, unit: Any) -> pd.DataFrame:
         return unit.rows(model)
-
-    def rows(self) -> pd.DataFrame:
-        return self.outcome.rows()
-
-    def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
-        return self.outcome.estimate(rows)
-
-    def data(self, rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
-        return self.outcome.data(rows)
-
-    def tables(self, found: pd.DataFrame) -> list[Table]:
-        return self.outcome.tables(found)
-
-    def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
-        return self.outcome.figures(found)
-
-    def conclude(self, found: pd.DataFrame) -> Conclusion:
-        return self.outcome.conclude(found)
 
 
 # -- bits ------------------------------------------------------------------------------------------
@@ -230,18 +168,18 @@ def share_of(
     yield group.mean(ABOVE_TENTH, found.bits - EQUIVALENT * expressed.bits)
 
 
-class Bits(Outcome):
+class Bits(Grid):
     """How many bits turns tell about the candidate that they followed."""
 
-    siblings = True
+    siblings, judged = True, False
 
     def units(self) -> Iterator[SiblingContexts]:
-        queries = self.grid.queries  # refuses runs without siblings, before the model is looked for
-        cells, few, used = self.grid.cells(), 0, 0
+        queries = self.queries  # refuses runs without siblings, before the model is looked for
+        cells, few, used = self.cells(), 0, 0
         temperatures = self.runs[0].settings["temperatures"]
         for query in queries:
             how = cells, self.args.recipients, temperatures, self.args.seed
-            unit = siblings_of(query, self.grid.chat, *how)
+            unit = siblings_of(query, self.chat, *how)
             few, used = few + (unit is None), used + (unit is not None)
             if unit is not None:
                 yield unit
@@ -252,14 +190,14 @@ class Bits(Outcome):
                 "sample more queries",
             )
         if few:
-            self.grid.notes.append(
+            self.notes.append(
                 f"{few} of {len(queries)} queries lack {RESPONSES} different responses "
                 "with a turn after each, and are left out."
             )
 
     def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
         """Of every cell by temperature; Holm-corrected over cells."""
-        scored, options, found = with_own_scores(rows), self.grid.options, list[TidyEstimate]()
+        scored, options, found = with_own_scores(rows), self.options, list[TidyEstimate]()
         for t, here in scored.groupby("temperature"):
             each = {
                 key: bits
@@ -393,7 +331,7 @@ class Ceiling(Unit):
         return pd.DataFrame({"same": [True]})
 
 
-class FollowUps(Outcome):
+class FollowUps(Grid):
     """How far the share of a category moves with a part of a donor.
 
     Attributes:
@@ -401,7 +339,7 @@ class FollowUps(Outcome):
         donors: of recipients, as of :func:`donors_of`.
     """
 
-    judged = True
+    siblings, judged = False, True
 
     @property
     def what(self) -> str:
@@ -425,11 +363,11 @@ class FollowUps(Outcome):
                 f"{self.args.temperature:g} was asked for",
                 f"give --temperature, or sample more turns (ia-mech sample --samples {SAMPLES})",
             )
-        turns = self.grid.verdicts.turns
+        turns = self.verdicts.turns
         every = shares_of(turns, self.args.category, self.args.temperature).dropna()
         finished = every[~every["unfinished"].astype(bool)]
         self.contexts = finished[finished["greedy"] == 0].reset_index(drop=True)
-        chosen = self.contexts["source"].isin([query.source for query in self.grid.queries])
+        chosen = self.contexts["source"].isin([query.source for query in self.queries])
         recipients = self.contexts[chosen].drop_duplicates("source").index
         self.donors = donors_of(self.contexts, recipients, self.args.seed)
         if len(self.donors) < 2:
@@ -442,9 +380,9 @@ class FollowUps(Outcome):
             )
         every_donor = self.donors[list(ARMS)].stack()
         most, given = every_donor.value_counts().max(), self.contexts["source"][every_donor]
-        self.grid.notes.append(
+        self.notes.append(
             f"{len(self.contexts)} of {len(every)} judged contexts are finished and have a greedy "
-            f"turn that isn't {self.what}; {len(self.donors)} of {len(self.grid.queries)} "
+            f"turn that isn't {self.what}; {len(self.donors)} of {len(self.queries)} "
             "queries have such a recipient with donors. The donors are of "
             f"{given.nunique()} queries; a context is one at most {most} times."
         )
@@ -466,7 +404,7 @@ class FollowUps(Outcome):
         found = []
         for row in self.donors.to_dict("records"):
             recipient = own[row["recipient"]]
-            for cell in self.grid.cells():
+            for cell in self.cells():
                 for arm in ARMS:
                     about = {"place": cell.term, "layer": cell.layer, "arm": arm, "runs": states}
                     about |= {"recipient": row["recipient"], "donor": own[row[arm]].id}
@@ -500,20 +438,21 @@ class FollowUps(Outcome):
     def _changed(self, conversation: Conversation, context: "ChatContext") -> list[Any]:
         """What a conversation's donor has, where it is put."""
         about = conversation.metadata[EXCHANGED]
-        named = {(cell.term, cell.layer): cell.change for cell in self.grid.cells()}
+        named = {(cell.term, cell.layer): cell.change for cell in self.cells()}
         change, row = named[about["place"], about["layer"]], about["row"]
         of = self.rows_of_contexts.set_index("row").loc[row]
 
         def of_donor() -> "ChatContext":
-            return self.grid.chat.context(list(of["messages"]))
+            return self.chat.context(list(of["messages"]))
 
         donor = Given(of_donor, lambda layer, name: self._states(layer, name)[row])
+        assert isinstance(change, Splice | Replaced)
         return [change.sampled(context, donor)]
 
     # -- the recipient's own states ---------------------------------------------------------------
 
     def units(self) -> Iterator[Unit]:
-        replaced = [cell.change for cell in self.grid.cells() if isinstance(cell.change, Replaced)]
+        replaced = [cell.change for cell in self.cells() if isinstance(cell.change, Replaced)]
         for one in self.donors.to_dict("records"):
             row = self.rows_of_contexts.iloc[one["recipient"]]
             ids, other = (
@@ -530,8 +469,8 @@ class FollowUps(Outcome):
     # -- estimated --------------------------------------------------------------------------------
 
     def rows(self) -> pd.DataFrame:
-        self._own = len(self.grid.measure_units(self.units(), "putting in own states"))
-        judge, (run,) = self.grid.judge_arms(), self.grid.sampled.values()
+        self._own = len(self.measure_units(self.units(), "putting in own states"))
+        judge, (run,) = self.judge_arms(), self.sampled.values()
         turns = verdicts_of([run], judge).turns
         turns = turns[turns["temperature"] == self.args.temperature]
         parts = parts_of(turns, self.args.category)
@@ -567,7 +506,7 @@ class FollowUps(Outcome):
 
         found = (
             replace(row, names=row.names | {"layer": None}) if row.names.get("layer") == -1 else row
-            for row in estimates(rows, self.grid.options)
+            for row in estimates(rows, self.options)
         )
         return holm_corrected(found, family)
 
@@ -628,7 +567,7 @@ class FollowUps(Outcome):
         moved, equal = only(whole, MOVED), only(whole, EQUAL)
         first, moved = moved[moved["term"] == FIRST], moved[moved["term"] != FIRST]
         shown = moved[moved["p_holm"] <= 1 - level]
-        apart = self.grid.tested("the donors' own shares differ by", only(whole, DONORS), most=1)
+        apart = self.tested("the donors' own shares differ by", only(whole, DONORS), most=1)
         what = f"the share of sampled turns that are {self.what}"
         thing = "state" if moved["layer"].notna().all() else "site"
         if len(shown):
@@ -669,4 +608,4 @@ class FollowUps(Outcome):
         if len(first):
             alone = cell_of(first.iloc[0], "+.2f")
             control += f"Under the donors' first tokens alone the share differs by {alone}. "
-        return Conclusion(sentence, f"{control}{self.grid.gate.short}.")
+        return Conclusion(sentence, f"{control}{self.gate.short}.")

@@ -99,7 +99,7 @@ class Interchange(Grid):
         if layers[-1] > depth:
             raise UserError(f"--layers {layers[-1]}: the model has {depth}", "give 1 to that")
         found = [
-            Cell(place, Replaced(positions, layer), layer)
+            Cell(place, Replaced(positions, layer), layer, every=True)
             for place, positions in self.tokens.items()
             for layer in ([depth] if place == FIRST else layers)
         ]

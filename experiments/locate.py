@@ -377,8 +377,8 @@ class SiteBits(Bits):
     def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
         scored = with_own_scores(rows)
         self.whole = whole_site_bits(scored, self.args.seed)
-        found = estimates(scored, self.whole, self.grid.options)
-        return [*found, *token_estimates(scored, self.grid.options)]
+        found = estimates(scored, self.whole, self.options)
+        return [*found, *token_estimates(scored, self.options)]
 
     def data(self, rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
         return {"rows": rows, "queries": query_table(self.whole)}

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from experiments.change import OWN, RESPONSES, WHOLE_SITES, Cell, Ids, Mask, Pairs, Passes
+from experiments.change import OWN, RESPONSES, WHOLE_SITES, Cell, Ids, Mask, Pairs, Passes, Replaced
 from experiments.experiment import Model, Unit
 from ia_mech.cli import shell_word
 from ia_mech.errors import UserError
@@ -262,7 +262,8 @@ def tokens_scored(
         if cell.written:
             found += RESPONSES * 2 * CANDIDATES * TOKENS
         elif cell.every:
-            found += each * min(recipients, 2 if cell.term == OWN else recipients) * TOKENS
+            anew = after * isinstance(cell.change, Replaced)
+            found += each * min(recipients, 2 if cell.term == OWN else recipients) * (TOKENS + anew)
         else:
             found += CANDIDATES**2 * (TOKENS + after)
         if isinstance(cell.change, Mask):

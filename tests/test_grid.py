@@ -2,6 +2,7 @@
 
 import copy
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,7 +19,7 @@ from experiments import interchange, locate
 from experiments.change import HEADER, OWN, QUERY, RESPONSE, Cell, Replaced, Whole
 from experiments.control import MOVED, MOVED_PARTS
 from experiments.experiment import Model
-from experiments.grid import BITS, SHARE, Bits
+from experiments.grid import BITS, SHARE
 from experiments.outcome import IN_ROLE, ONCE_IN_ROLE, SiblingContexts
 from ia_mech.judge.judging import label_run
 from ia_mech.judge.rubric import FOLLOW_UP
@@ -150,7 +151,7 @@ def test_bits_are_carried_by_the_state_that_a_name_is_written_into():
     layers = range(1, planted_reaction.DEPTH)
     cells = [Cell(OWN, Whole(), every=True)]
     cells += [
-        Cell(name, Replaced((name,), layer), layer)
+        Cell(name, Replaced((name,), layer), layer, every=True)
         for name in (planted_reaction.WRITTEN, "header_last")
         for layer in layers
     ]
@@ -168,10 +169,10 @@ def test_bits_are_carried_by_the_state_that_a_name_is_written_into():
         )  # fmt: skip
         parts.append(unit.rows(model).assign(source=f"q{query}"))
     options = {"level": 0.95, "resamples": 100, "seed": 0}
-    grid = SimpleNamespace(args=None, runs=[], options=options)
+    grid = interchange.Interchange([], SimpleNamespace(outcome="bits", **options), Path())
     found = {
         (row.quantity, row.names["term"], row.names.get("layer")): row.estimate.value
-        for row in Bits(grid).estimate(pd.concat(parts, ignore_index=True))
+        for row in grid.estimate(pd.concat(parts, ignore_index=True))
     }
     assert found[BITS, OWN, None] > 1
     for layer in layers:
