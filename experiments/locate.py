@@ -331,7 +331,7 @@ def follow_up_bits(
     """How much of what sampled turns express is in turns that a judge calls follow-ups.
 
     Args:
-        rows: of :meth:`experiments.hybrids.SiteScorer.table`, with ``source``.
+        rows: of :meth:`experiments.outcome.SiblingContexts.rows`, with ``source``.
         verdicts: ``context_id``, ``temperature``, ``sample`` and ``follow_up``; turns that weren't
             assessed are left out.
         options: ``level``, ``resamples`` and ``seed``.
