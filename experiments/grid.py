@@ -8,6 +8,8 @@ chooses. The runner and the statistics are the same for all:
 - ``follow-up``: the recipient is a context whose greedy turn isn't a follow-up. Turns are sampled
   after it with parts of donors: of two with a high and a low share of follow-ups, and of two with
   equal shares. Its turns are kept as a run of their own, and judged.
+- ``first-token``: the same, but nothing is drawn. What is measured is the probability that the
+  first token opens a follow-up, as judged after other queries.
 """
 
 import argparse
@@ -43,6 +45,7 @@ from experiments.control import (
 )
 from experiments.experiment import Conclusion, Experiment, Model, Unit, flag
 from experiments.figures import Drawing, HeatMap
+from experiments.first_token import check_logits, first_token_masses, openings_of, with_token_scores
 from experiments.outcome import (
     IN_ROLE,
     LEAST_QUERIES,
@@ -79,7 +82,7 @@ LESS_FIRST = "bits, minus the first token's"
 EXCHANGED = "interchange"  # the perturbation of sampled contexts, and the key of their metadata
 TEMPERATURE = 0.7
 SAMPLES = 16
-BY_BITS, BY_FOLLOW_UPS = "bits", "follow-up"
+BY_BITS, BY_FOLLOW_UPS, BY_FIRST_TOKENS = "bits", "follow-up", "first-token"
 
 
 class Grid(Experiment):
@@ -346,6 +349,11 @@ class FollowUps(Grid):
         """As it is shown: ``judged 'repeats response'``."""
         return f"judged {heading(self.args.category)!r}"
 
+    @property
+    def measured(self) -> str:
+        """What is said to move."""
+        return f"the share of sampled turns that are {self.what}"
+
     # -- chosen -----------------------------------------------------------------------------------
 
     def read(self) -> None:
@@ -513,7 +521,7 @@ class FollowUps(Grid):
     # -- shown ------------------------------------------------------------------------------------
 
     def tables(self, found: pd.DataFrame) -> list[Table]:
-        title = f"share {self.what} under parts of donors, T = {self.args.temperature:g}"
+        title = f"{self.measured} under parts of donors, T = {self.args.temperature:g}"
         columns: dict[str, tuple[str, int | str]] = {
             MOVED: ("high minus low", "+.2f"),
             **{quantity: (part, "+.2f") for part, quantity in MOVED_PARTS.items()},
@@ -568,7 +576,6 @@ class FollowUps(Grid):
         first, moved = moved[moved["term"] == FIRST], moved[moved["term"] != FIRST]
         shown = moved[moved["p_holm"] <= 1 - level]
         apart = self.tested("the donors' own shares differ by", only(whole, DONORS), most=1)
-        what = f"the share of sampled turns that are {self.what}"
         thing = "state" if moved["layer"].notna().all() else "site"
         if len(shown):
             parts = {
@@ -586,7 +593,7 @@ class FollowUps(Grid):
                     cells = cells[cells["layer"] == row["layer"]] if of_state else cells
                     if len(cells):
                         said[-1] += words.format(cell_of(cells.iloc[0], digits))
-            sentence = f"A {thing} moves {what} at {len(said)} of {len(moved)} cells: "
+            sentence = f"A {thing} moves {self.measured} at {len(said)} of {len(moved)} cells: "
             sentence += f"{'; '.join(said)}. {apart}"
         else:
             low, high = moved["detectable"].min(), moved["detectable"].max()
@@ -594,7 +601,7 @@ class FollowUps(Grid):
             if len(moved) > 1 and high < 1:
                 could = f"with 80% power {low:.2f} to {high:.2f} would have been shown, uncorrected"
             cells = f"{len(moved)} cell{'s' * (len(moved) > 1)}"
-            sentence = f"No {thing} is shown to move {what} ({cells})"
+            sentence = f"No {thing} is shown to move {self.measured} ({cells})"
             sentence += f"{could and '; '}{could}. {apart}"
         false = int((equal["p_holm"] <= 1 - level).sum())
         control = (
@@ -609,3 +616,108 @@ class FollowUps(Grid):
             alone = cell_of(first.iloc[0], "+.2f")
             control += f"Under the donors' first tokens alone the share differs by {alone}. "
         return Conclusion(sentence, f"{control}{self.gate.short}.")
+
+
+# -- first tokens ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Masses(Unit):
+    """A recipient under states of its donors.
+
+    Attributes:
+        contexts: token ids of the recipient, then of the donors.
+        cells: term and layer of each, and its tokens in each context.
+        openings: ids of first tokens, and what share of the turns that each opens are follow-ups.
+        temperature: of the distribution.
+    """
+
+    contexts: list[tuple[int, ...]]
+    cells: list[tuple[str, int, list[tuple[int, ...]]]]
+    openings: tuple[list[int], list[float]]
+    temperature: float
+
+    def rows(self, model: Model) -> pd.DataFrame:
+        """A row per cell: the mass under each donor's states, of each donor, and unchanged."""
+        import torch
+
+        from ia_mech.engine.intervene import Replace
+        from ia_mech.engine.state import Prefix, prefill_all
+
+        def masses(prefixes: list[Prefix]) -> tuple[np.ndarray, Any, list[int]]:
+            groups, order = prefill_all(model.subject.model, prefixes, model.on_tokens)
+            logits = torch.cat([one.logits.cpu() for one in groups])
+            ids, share = (np.array(one) for one in self.openings)
+            shares = [np.tile(share, (len(logits), 1))]
+            found = first_token_masses(logits, [self.temperature], [], ids, shares)[2][:, 0]
+            return found[np.argsort(order)], groups, order
+
+        places = [
+            sorted({at for *_, each in self.cells for at in each[k]})
+            for k in range(len(self.contexts))
+        ]
+        with torch.inference_mode():
+            plain = [Prefix(ids, at) for ids, at in zip(self.contexts, places, strict=True)]
+            own, groups, order = masses(plain)
+            kept = torch.cat([one.residuals for one in groups if one.residuals is not None])
+            states = {number: kept[at] for at, number in enumerate(order)}
+            changed = [
+                Prefix(self.contexts[0], (), (Replace(layer, each[0], states[k][layer, at]),))
+                for _, layer, each in self.cells
+                for k in range(1, len(self.contexts))
+                if (at := [places[k].index(one) for one in each[k]])
+            ]
+            under = masses(changed)[0].reshape(len(self.cells), -1)
+        found = pd.DataFrame(under, columns=list(ARMS))
+        found[["term", "layer"]] = [cell[:2] for cell in self.cells]
+        values = {f"own {arm}": one for arm, one in zip(ARMS, own[1:], strict=True)}
+        return found.assign(unchanged=own[0], **values)
+
+
+class FirstTokens(FollowUps):
+    """How far the probability of opening a follow-up moves with a part of a donor."""
+
+    @property
+    def measured(self) -> str:
+        return "the probability that the first token opens a follow-up"
+
+    def read(self) -> None:
+        if self.args.category != FOLLOW_UP:
+            problem = f"--outcome {BY_FIRST_TOKENS} is of follow-ups, not of --category"
+            raise UserError(problem, "leave --category out")
+        super().read()
+        for run in self.runs:
+            check_logits(run)
+        self.openings = openings_of(with_token_scores(self.verdicts.turns, self.runs))
+
+    def arms(self) -> Mapping[str, Arm]:
+        return {}
+
+    def units(self) -> Iterator[Unit]:
+        yield from super().units()
+        yield from self.masses()
+
+    def masses(self) -> Iterator[Masses]:
+        cells = [(cell, cell.change) for cell in self.cells()]
+        for one in self.donors.to_dict("records"):
+            rows = [self.rows_of_contexts.iloc[one[name]] for name in ("recipient", *ARMS)]
+            contexts = [tuple(row["token_ids"].tolist()) for row in rows]
+            query = self.contexts["source"][one["recipient"]], rows[0]["dataset"]
+            share = self.openings.of_others([query[0]])[0][0]
+            places = [
+                (cell.term, cell.layer, [positions_of(r["positions"], x.tokens) for r in rows])
+                for cell, x in cells
+                if isinstance(x, Replaced)
+            ]
+            tokens = sum(map(len, contexts)) + len(ARMS) * len(places) * len(contexts[0])
+            openings = self.openings.ids.tolist(), share.tolist()
+            what = contexts, places, openings, self.args.temperature
+            yield Masses(*query, tokens, *what)
+
+    def rows(self) -> pd.DataFrame:
+        self._own = len(self.measure_units(super().units(), "putting in own states"))
+        table = self.measure_units(self.masses(), "first tokens under states")
+        sources = self.contexts["source"].to_numpy()
+        donors = self.donors.assign(source=sources[self.donors["recipient"]])
+        named = donors[[*ARMS]].map(lambda at: sources[at]).add_prefix("query ")
+        return table.merge(pd.concat([donors["source"], named], axis=1), on="source")

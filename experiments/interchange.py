@@ -18,7 +18,9 @@ Cost: 68 contexts per query, each prefilled and sampled anew (60 queries of the 
 hours on a CPU).
 
 With --outcome bits, states of siblings are put in, and it is measured how many bits turns tell
-about the sibling whose state it is, as in ia-mech locate.
+about the sibling whose state it is, as in ia-mech locate. With --outcome first-token nothing is
+drawn: it is the probability that the first token opens a follow-up (as judged after other queries)
+that may travel; after the last layer it does by construction.
 
     ia-mech interchange cache/RUN
     ia-mech interchange cache/RUN --category repeats_response --dry-run
@@ -36,7 +38,15 @@ import pandas as pd
 from experiments.change import OWN, Cell, Replaced, Whole
 from experiments.control import FIRST
 from experiments.experiment import flag
-from experiments.grid import BY_BITS, BY_FOLLOW_UPS, Bits, FollowUps, Grid
+from experiments.grid import (
+    BY_BITS,
+    BY_FIRST_TOKENS,
+    BY_FOLLOW_UPS,
+    Bits,
+    FirstTokens,
+    FollowUps,
+    Grid,
+)
 from ia_mech.cli import whole_from
 from ia_mech.errors import UserError
 
@@ -54,7 +64,11 @@ class Interchange(Grid):
     """See the module."""
 
     name = "interchange"
-    outcomes: ClassVar = {BY_FOLLOW_UPS: FollowUps, BY_BITS: Bits}
+    outcomes: ClassVar = {
+        BY_FOLLOW_UPS: FollowUps,
+        BY_BITS: Bits,
+        BY_FIRST_TOKENS: FirstTokens,
+    }
 
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
@@ -75,7 +89,7 @@ class Interchange(Grid):
         contexts = pd.concat([run.contexts["positions"] for run in self.runs])
         there = pd.DataFrame(contexts.tolist()).notna().all()
         kept = set(there.index[there])
-        if self.args.outcome == BY_FOLLOW_UPS:
+        if self.args.outcome != BY_BITS:
             kept = kept.intersection(*(run.positions for run in self.runs))
         header = tuple(name for name in there.index if name.startswith("header_") and name in kept)
         wanted = self.args.tokens or TOKENS

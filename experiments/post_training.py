@@ -128,7 +128,7 @@ def _add_training(parser: argparse.ArgumentParser, rate: float) -> None:
 
 def export_or_train(args: argparse.Namespace) -> None:
     """Run ``export``, ``sft`` or ``grpo``. The card is written last."""
-    from experiments import sequences, training
+    from experiments import training
     from ia_mech.collect.plan import probe_ids
     from ia_mech.engine.check import check_engine
     from ia_mech.models.load import load
@@ -140,14 +140,14 @@ def export_or_train(args: argparse.Namespace) -> None:
     refuse_unwritable(args.out)
     if args.out.is_dir() and any(args.out.iterdir()):
         raise UserError(f"{args.out} isn't empty", "name a new folder with --out")
-    conversations, run = sequences.read_conversations(args.data)
-    spec, chat = sequences.model_of(run, args.model)
+    conversations, run = training.read_conversations(args.data)
+    spec, chat = training.model_of(run, args.model)
     if args.command != "export" and spec.adapter is not None:
         raise UserError(
             f"{args.data} is of a model with an adapter, on which no second one can be trained",
             "give the base model's run",
         )
-    kept, apart = sequences.split(conversations, args.held_out)
+    kept, apart = training.split(conversations, args.held_out)
     card = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
     if args.command == "grpo":
         if args.batch % args.generations:
@@ -196,9 +196,9 @@ def training_sequences(
     """The sequences of the conversations that have a real follow-up.
 
     Raises:
-        UserError: none has one, or :mod:`experiments.sequences` refuses them.
+        UserError: none has one, or :mod:`experiments.training` refuses them.
     """
-    from experiments import sequences
+    from experiments import training
 
     kept = [one for one in kept if one.real_follow_up]
     if not kept:
@@ -206,7 +206,7 @@ def training_sequences(
             f"{shell_word(args.data)} holds no real follow-up after a response",
             "give conversations that go on with a user turn",
         )
-    table = sequences.sequences(chat, kept, args.max_tokens)
+    table = training.sequences(chat, kept, args.max_tokens)
     if left_out := len(kept) - len(table):
         of = f"{left_out} of {len(kept)} sequences"
         print(f"note: {of} have more than {args.max_tokens} tokens: left out.", file=sys.stderr)
