@@ -90,12 +90,14 @@ class Grid(Experiment):
 
     Class attributes:
         outcomes: name → the class that measures it; the first is the usual one.
+        flags: of an outcome, the flags that are of use to it.
     """
 
     judged = True
     queries_used = 60
     columns: ClassVar[Mapping[str, str]] = {**Experiment.columns, "layer": "Int64"}
     outcomes: ClassVar[Mapping[str, type["Grid"]]]
+    flags: ClassVar[tuple[str, ...]] = ()
 
     def __new__(cls, runs: list[Run], args: argparse.Namespace, folder: Path) -> "Grid":
         kind = getattr(args, "outcome", None) or next(iter(cls.outcomes))
@@ -121,6 +123,14 @@ class Grid(Experiment):
         fewer = f"of {BY_BITS}: responses to a query that are recipients, 1 to {RESPONSES}: fewer "
         every, fewer = range(1, RESPONSES + 1), f"{fewer}take less time and give wider intervals"
         add("--recipients", int, RESPONSES, fewer, choices=every, metavar="N")
+
+    def read(self) -> None:
+        """Refuse by name what the outcome doesn't take."""
+        parser = self.build_parser()
+        for kind, other in self.outcomes.items():
+            for name in {*other.flags} - {*self.flags}:
+                if getattr(self.args, name) != parser.get_default(name):
+                    raise UserError(f"--{name} is of --outcome {kind}", "leave it out")
 
     def measure(self, model: Model, unit: Any) -> pd.DataFrame:
         return unit.rows(model)
@@ -175,6 +185,7 @@ class Bits(Grid):
     """How many bits turns tell about the candidate that they followed."""
 
     siblings, judged = True, False
+    flags: ClassVar[tuple[str, ...]] = ("recipients",)
 
     def units(self) -> Iterator[SiblingContexts]:
         queries = self.queries  # refuses runs without siblings, before the model is looked for
@@ -343,6 +354,7 @@ class FollowUps(Grid):
     """
 
     siblings, judged = False, True
+    flags: ClassVar[tuple[str, ...]] = ("category", "samples", "temperature")
 
     @property
     def what(self) -> str:
@@ -362,6 +374,7 @@ class FollowUps(Grid):
         Raises:
             UserError: the runs lack the temperature, turns to tell contexts apart, or contexts.
         """
+        super().read()
         settings = self.runs[0].settings
         if self.args.temperature not in settings["temperatures"] or settings["samples"] < SAMPLES:
             has = ", ".join(f"{t:g}" for t in settings["temperatures"]) or "greedy ones alone"
@@ -389,10 +402,10 @@ class FollowUps(Grid):
         every_donor = self.donors[list(ARMS)].stack()
         most, given = every_donor.value_counts().max(), self.contexts["source"][every_donor]
         self.notes.append(
-            f"{len(self.contexts)} of {len(every)} judged contexts are finished and have a greedy "
-            f"turn that isn't {self.what}; {len(self.donors)} of {len(self.queries)} "
+            f"{len(self.contexts)} of {len(every)} judged conversations are finished and have a "
+            f"greedy turn that isn't {self.what}; {len(self.donors)} of {len(self.queries)} "
             "queries have such a recipient with donors. The donors are of "
-            f"{given.nunique()} queries; a context is one at most {most} times."
+            f"{given.nunique()} queries; a conversation is one at most {most} times."
         )
 
     @cached_property
@@ -677,14 +690,13 @@ class Masses(Unit):
 class FirstTokens(FollowUps):
     """How far the probability of opening a follow-up moves with a part of a donor."""
 
+    flags = ("temperature",)
+
     @property
     def measured(self) -> str:
         return "the probability that the first token opens a follow-up"
 
     def read(self) -> None:
-        if self.args.category != FOLLOW_UP:
-            problem = f"--outcome {BY_FIRST_TOKENS} is of follow-ups, not of --category"
-            raise UserError(problem, "leave --category out")
         super().read()
         for run in self.runs:
             check_logits(run)
@@ -711,8 +723,7 @@ class FirstTokens(FollowUps):
             ]
             tokens = sum(map(len, contexts)) + len(ARMS) * len(places) * len(contexts[0])
             openings = self.openings.ids.tolist(), share.tolist()
-            what = contexts, places, openings, self.args.temperature
-            yield Masses(*query, tokens, *what)
+            yield Masses(*query, tokens, contexts, places, openings, self.args.temperature)
 
     def rows(self) -> pd.DataFrame:
         self._own = len(self.measure_units(super().units(), "putting in own states"))

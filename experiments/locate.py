@@ -113,7 +113,6 @@ STATE_ON, RESPONSE_AND_STATE_ON = f"{STATE}, computed on", f"{RESPONSE_AND_STATE
 COMPUTED_ON = (ALL_LAYERS, FULL_LAYERS, STATE_ON, RESPONSE_AND_STATE_ON)
 WINDOW, WITHOUT_WINDOW = "response, layers", "response, other layers"
 HEADER_FIRST, HEADER_LAST = "header_0", "header_last"
-PLAYERS = (RESPONSE, HEADER, STATE)  # of a recurrent model; all their combinations are measured
 WRITTEN = tuple(
     WRITTEN_AFTER + site for site in (OWN, RESPONSE, HEADER, RESPONSE_AND_HEADER, QUERY)
 )
@@ -374,6 +373,8 @@ class SiteBits(Bits):
         whole: what whole sites tell of each query (:func:`whole_site_bits`), once estimated.
     """
 
+    flags = ("recipients", "maps")
+
     def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
         scored = with_own_scores(rows)
         self.whole = whole_site_bits(scored, self.args.seed)
@@ -491,7 +492,7 @@ class SiteBits(Bits):
             )
         control = (
             "Each number compares a response with two others to the same query, whose states are "
-            "put in the same way. Keys and values of the query, whose tokens are the same in all "
+            "put in the same way; keys and values of the query, whose tokens are the same in all "
             f"contexts, are enough for {lookup(BITS, QUERY)}."
         )
         return Conclusion(" ".join(said), control)

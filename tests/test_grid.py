@@ -141,8 +141,10 @@ def test_the_response_s_keys_and_values_set_the_content_and_not_the_role(moved):
 
 
 def test_a_combination_that_makes_no_sense_is_refused_by_name(used, capfd):
-    words = [str(used.path), "--outcome", "first-token"]
-    assert "'first-token'" in refusal(call(locate.main, words, capfd))
+    words = [str(used.path), "--outcome"]
+    assert "'first-token'" in refusal(call(locate.main, [*words, "first-token"], capfd))
+    line = refusal(call(locate.main, [*words, "follow-up", "--maps", "bands"], capfd))
+    assert line.startswith("--maps is of --outcome bits")
 
 
 def test_bits_are_carried_by_the_state_that_a_name_is_written_into():

@@ -157,7 +157,10 @@ def test_a_share_travels_with_the_state_that_decides_it_and_with_no_other(used, 
     control = next(line for line in said if line.startswith("Control: "))
     said = said[said.index(control) :]
     notes = " ".join(json.loads((tmp_path / "out" / "result.json").read_text())["notes"])
-    assert "recipient with donors. The donors are of 16 queries; a context is one at most" in notes
+    assert (
+        "recipient with donors. The donors are of 16 queries; a conversation is one at most"
+        in notes
+    )
     assert "differ at 0 of 9 cells" in said[0] and "in any of 144 cells" in said[1]
     assert said[2].startswith("Under the donors' first tokens alone the share differs by +")
     alone = cells.loc[(MOVED, FIRST, 4), "value"]  # of this model's turns there is no other token
@@ -188,7 +191,7 @@ def test_the_probability_of_opening_a_follow_up_travels_as_the_share_does(used, 
     assert cells[MOVED, FIRST, 4] == pytest.approx(wanted, abs=0.01)
     assert "A state moves the probability that the first token opens a follow-up" in outcome.out
     line = refusal(command(used.path, *words, "--category", "degenerate"))
-    assert line.startswith("--outcome first-token is of follow-ups")
+    assert line.startswith("--category is of --outcome follow-up")
 
 
 def test_own_states_that_change_a_turn_are_refused(used, command, monkeypatch, tmp_path):

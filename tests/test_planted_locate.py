@@ -24,7 +24,6 @@ from experiments.locate import (
     ALL_LAYERS,
     FULL_LAYERS,
     LEFT_OUT,
-    PLAYERS,
     RESPONSE_AND_STATE_ON,
     STATE_ON,
     estimates,
@@ -78,7 +77,7 @@ def test_a_turn_that_depends_on_the_response_by_the_recurrent_state_alone_is_sai
         for row in estimates(rows, whole_site_bits(rows, 0), OPTIONS)
         if np.isnan(row.names["temperature"])
     }
-    for site in PLAYERS:
+    for site in (RESPONSE, HEADER, STATE):
         wanted = expressed if site == STATE else 0.0
         assert found[LEFT_OUT, site] == pytest.approx(wanted, abs=0.03), site
     computed_on = {ALL_LAYERS: 0, FULL_LAYERS: 0, STATE_ON: expressed}
