@@ -5,8 +5,7 @@ the module: the question as its first sentence, the method, what it needs, what 
 
 - what it needs, as class attributes: several responses to a query, a judge, the model;
 - ``arms``, if turns are to be sampled under other conditions first (:mod:`experiments.arms`);
-- ``units``: what is measured by itself, and stored when it is finished;
-- ``measure``: a unit → rows;
+- ``units``: what is measured by itself, and stored when it is finished; each knows its ``rows``;
 - ``estimate``: all rows → estimates (:mod:`ia_mech.estimates`);
 - ``tables`` and ``figures`` of these, as data (:mod:`experiments.tables`,
   :mod:`experiments.figures`);
@@ -104,6 +103,11 @@ class Unit:
     dataset: str
     tokens: int
 
+    def rows(self, model: Any) -> pd.DataFrame:
+        """What is measured, by the :class:`Model` and this unit alone; ``source`` and ``dataset``
+        are added."""
+        raise NotImplementedError
+
 
 class Conclusion(NamedTuple):
     """What was found, and its control."""
@@ -114,7 +118,7 @@ class Conclusion(NamedTuple):
 
 @dataclass
 class Model:
-    """The subject model, as ``measure`` has it.
+    """The subject model, as units have it.
 
     Attributes:
         subject: the model, its tokenizer, the hash of its weights.
@@ -151,7 +155,7 @@ class Experiment(ABC):
         name: of the results, and of the module.
         siblings: queries with several responses are needed.
         judged: verdicts are used, so that a judge can be chosen.
-        loads: ``measure`` uses the model; else it is given None, and no model is loaded.
+        loads: units use the model; else they are given None, and no model is loaded.
         several_models: runs of several models may be given together.
         mixed: runs that were decoded in different ways may be given together.
         queries_used: how many queries at most, drawn by ``--seed``; None for all. If it is given,
@@ -202,13 +206,6 @@ class Experiment(ABC):
     def units(self) -> Iterable[Unit]:
         """What is measured. With ``--dry-run`` nothing is in ``sampled``."""
         return []
-
-    def measure(self, model: Any, unit: Any) -> pd.DataFrame:
-        """Rows of a unit; ``source`` and ``dataset`` are added.
-
-        ``model`` is a :class:`Model`.
-        """
-        raise NotImplementedError
 
     def rows(self) -> pd.DataFrame:
         """All rows. One that measures in several steps calls :meth:`measure_units` for each."""
@@ -447,7 +444,7 @@ class Experiment(ABC):
         def measured(size: int) -> pd.DataFrame:
             tick(-ticked)  # of a try that memory was too small for
             with smaller_passes(SHARES // size):
-                return self.measure(model and replace(model, on_tokens=tick), unit)
+                return unit.rows(model and replace(model, on_tokens=tick))
 
         def shrank(size: int) -> None:
             progress.say(f"out of memory: passes of {named!r} hold 1/{SHARES // size} now")
@@ -470,8 +467,10 @@ class Experiment(ABC):
         The code counts as text, so that the key is the same for any version of Python."""
         model, kinds = self.runs[0].model, type(unit).__mro__
         modules = {kind.__module__ for kind in kinds if issubclass(kind, Unit) and kind is not Unit}
-        used = modules_of(frozenset({*modules, type(self).measure.__module__}))
-        code = sorted(hash_of((Path(inspect.getfile(sys.modules[one])),)) for one in used)
+        code = sorted(
+            hash_of((Path(inspect.getfile(sys.modules[one])),))
+            for one in modules_of(frozenset(modules))
+        )
         what = [self.name, code, model["weights_hash"], model["dtype"], type(unit).__name__]
         return [*what, *(engine_of() if self.loads else ()), asdict(unit)]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +19,8 @@ if TYPE_CHECKING:  # these load torch
     from ia_mech.engine.score import Turn
 
 BATCH, RATE = 12, 0.1  # contexts of a step of Adam, most change of a unit vector
+LEAST_DOSE, MOST_DOSE = 2.0**-8, 2.0**4  # between which a KL is sought, in norms of the state
+ROUNDS, KL_TOLERANCE = 14, 0.1  # of the search; how near the KL has to come, relatively
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,11 @@ class Learning(Unit):
     steps: int
     seed: int
 
+    def rows(self, model: Model) -> pd.DataFrame:
+        """One row, with the ``direction``."""
+        row = {"half": self.half, "term": self.term, "layer": self.contexts[0].layer}
+        return pd.DataFrame([row | {"direction": learn(model, self)}])
+
 
 def learn(model: Model, unit: Learning) -> np.ndarray:
     """``[d_model]`` float32 of length 1: the direction that makes turns likely if states are moved
@@ -172,3 +179,106 @@ def _learn(model: Model, unit: Learning) -> np.ndarray:
         with torch.no_grad():
             along /= along.norm()
     return along.detach().numpy()
+
+
+# -- doses of one KL -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Dosing(Unit):
+    """Directions whose doses are sought.
+
+    Attributes:
+        contexts: of the queries that choose.
+        directions: ``[d_model]`` each.
+        kl: that each is to have, in nats.
+    """
+
+    contexts: tuple[SteeredContext, ...]
+    directions: tuple[tuple[float, ...], ...]
+    kl: float
+
+    def rows(self, model: Model) -> pd.DataFrame:
+        """A row per direction with its ``dose``, at which its KL, a mean over sources, is the
+        wanted one."""
+        # Of the first token alone: a turn whose one token doesn't matter.
+        firsts = [replace(one, turns=((0,),)) for one in self.contexts]
+        sources = [one.source for one in firsts]
+
+        def kl_of(some: np.ndarray, doses: np.ndarray) -> np.ndarray:
+            along = [self.directions[n] for n in some]
+            each = [effects(model, one, along, doses.tolist())[1] for one in firsts]
+            return pd.DataFrame(each).groupby(sources).mean().mean().to_numpy()
+
+        return pd.DataFrame({"dose": doses_of_equal_kl(len(self.directions), self.kl, kl_of)})
+
+
+@dataclass(frozen=True)
+class Steered(Unit):
+    """A query's contexts, each with a turn that the judge calls a follow-up and one that it
+    doesn't. They are scored under directions with their doses."""
+
+    contexts: tuple[SteeredContext, ...]
+    directions: tuple[tuple[float, ...], ...]
+    doses: tuple[float, ...]
+
+    def rows(self, model: Model) -> pd.DataFrame:
+        """A row per context and direction: ``draw`` (its number: 0 is the direction), and in nats
+        ``kl`` at the header and ``log_odds``, the change of the log-odds of follow-ups."""
+        found = []
+        for context in self.contexts:
+            moved, kl = effects(model, context, self.directions, self.doses)
+            rows = {"draw": range(len(kl)), "dose": self.doses, "kl": kl}
+            found.append(pd.DataFrame(rows | {"log_odds": moved[:, 0] - moved[:, 1]}))
+        return pd.concat(found, ignore_index=True)
+
+
+def effects(
+    model: Model,
+    context: SteeredContext,
+    directions: Sequence[Sequence[float]],
+    doses: Sequence[float],
+) -> tuple[np.ndarray, np.ndarray]:
+    """What directions change in a context, in nats.
+
+    Returns:
+        ``[directions, turns]`` changes of the turns' log-probabilities, and ``[directions]`` KLs of
+        the first token's distribution, steered from unsteered.
+    """
+    import torch
+
+    turns = context.steered_turns(0, None, 0.0)
+    for direction, dose in zip(directions, doses, strict=True):
+        turns += context.steered_turns(0, torch.tensor(direction), dose)
+    scores = model.score([context.ids[: context.start]], turns)
+    header, count = len(context.ids) - context.start, len(context.turns)
+    sums = [one.logprobs_raw[header:].sum(dtype=np.float64) for one in scores]
+    plain, *moved = np.reshape(sums, (-1, count))
+    before, *first = (np.asarray(one.whole, dtype=np.float64) for one in scores[::count])
+    kl = [max(float(np.exp(after) @ (after - before)), 0.0) for after in first]
+    return np.array(moved) - plain, np.array(kl)
+
+
+def doses_of_equal_kl(
+    count: int, kl: float, kl_of: Callable[[np.ndarray, np.ndarray], np.ndarray]
+) -> np.ndarray:
+    """``[count]`` doses at which directions have a KL, by halving the logarithm's range; NaN for
+    one that doesn't come near.
+
+    Args:
+        count: of the directions.
+        kl: in nats.
+        kl_of: the KLs of some directions, by their numbers, at a dose each; they rise with it.
+    """
+    found = np.full(count, np.nan)
+    low, high = np.full(count, np.log(LEAST_DOSE)), np.full(count, np.log(MOST_DOSE))
+    for _ in range(ROUNDS):
+        left = np.flatnonzero(np.isnan(found))
+        if not len(left):
+            break
+        middle = (low + high)[left] / 2
+        values = kl_of(left, np.exp(middle))
+        near, less = abs(values - kl) <= KL_TOLERANCE * kl, values < kl
+        found[left[near]] = np.exp(middle[near])
+        low[left[less]], high[left[~less]] = middle[less], middle[~less]
+    return found

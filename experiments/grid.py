@@ -132,9 +132,6 @@ class Grid(Experiment):
                 if getattr(self.args, name) != parser.get_default(name):
                     raise UserError(f"--{name} is of --outcome {kind}", "leave it out")
 
-    def measure(self, model: Model, unit: Any) -> pd.DataFrame:
-        return unit.rows(model)
-
 
 # -- bits ------------------------------------------------------------------------------------------
 

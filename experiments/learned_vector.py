@@ -34,9 +34,9 @@ import pandas as pd
 from experiments.arms import Arm, conversations_of, verdicts_of
 from experiments.change import Ids
 from experiments.control import arm_estimates, centred_states, estimate_best, random_directions
-from experiments.experiment import Conclusion, Experiment, Model, flag
+from experiments.experiment import Conclusion, Experiment, flag
 from experiments.figures import Drawing, Lines
-from experiments.fit import BATCH, Learning, SteeredContext, learn, steered_context
+from experiments.fit import BATCH, Learning, SteeredContext, steered_context
 from experiments.outcome import EXCESS, OF_QUERIES, RATE, SIBLINGS, rates_by_query
 from experiments.tables import only, tables_of
 from ia_mech.cli import whole_from
@@ -216,10 +216,6 @@ class LearnedVector(Experiment):
             f"{len(self.layers) * len(vectors)}"
             f" vectors, a greedy turn after each",
         }
-
-    def measure(self, model: Model, unit: Any) -> pd.DataFrame:
-        row = {"half": unit.half, "term": unit.term, "layer": unit.contexts[0].layer}
-        return pd.DataFrame([row | {"direction": learn(model, unit)}])
 
     def measured(self, learner: int) -> list[Query]:
         """The queries whose turns are written under what a half has learned."""

@@ -60,6 +60,28 @@ class SiblingTurns(Unit):
     contexts: tuple[Ids, ...]
     turns: tuple[tuple[Ids, float], ...]
 
+    def rows(self, model: Model) -> pd.DataFrame:
+        """One row per turn, in the unit's order, log-probabilities in nats.
+
+        ``own`` ``[K · tokens]``: of each token, turn-end included, after each response, at the
+        turn's own temperature (at T = 1 for greedy turns); ``reader`` ``[K]``: of the whole turn at
+        T = 1.
+        """
+        from ia_mech.likelihood.scorer import after_each
+
+        temperatures = sorted({t for _, t in self.turns} - {0.0, 1.0})
+        score = partial(model.score, temperatures=temperatures)
+        rows = []
+        scores = after_each(score, self.contexts, [ids for ids, _ in self.turns])
+        for each, (_, temperature) in zip(scores, self.turns, strict=True):
+            raw = np.stack([one.logprobs_raw for one in each]).astype(np.float64)
+            own = raw
+            if temperature in temperatures:
+                which = temperatures.index(temperature)
+                own = np.stack([one.logprobs_tempered[which] for one in each]).astype(np.float64)
+            rows.append({"own": own.ravel(), "reader": raw.sum(1)})
+        return pd.DataFrame(rows).assign(arm=self.arm)
+
 
 def unit_of(arm: str, query: Query, turns: Iterable[tuple[Ids, float]]) -> SiblingTurns:
     """Turns, to be scored after each context of a query."""
@@ -72,28 +94,6 @@ def turns_of(query: Query) -> list[tuple[Ids, float]]:
     """Token ids and temperature of a query's turns."""
     ids = (tuple(one.tolist()) for one in query.turns["token_ids"])
     return list(zip(ids, query.turns["temperature"].astype(float), strict=True))
-
-
-def score_turns(model: Model, unit: SiblingTurns) -> pd.DataFrame:
-    """One row per turn, in the unit's order, log-probabilities in nats.
-
-    ``own`` ``[K · tokens]``: of each token, turn-end included, after each response, at the turn's
-    own temperature (at T = 1 for greedy turns); ``reader`` ``[K]``: of the whole turn at T = 1.
-    """
-    from ia_mech.likelihood.scorer import after_each
-
-    temperatures = sorted({t for _, t in unit.turns} - {0.0, 1.0})
-    score = partial(model.score, temperatures=temperatures)
-    rows = []
-    scores = after_each(score, unit.contexts, [ids for ids, _ in unit.turns])
-    for each, (_, temperature) in zip(scores, unit.turns, strict=True):
-        raw = np.stack([one.logprobs_raw for one in each]).astype(np.float64)
-        own = raw
-        if temperature in temperatures:
-            which = temperatures.index(temperature)
-            own = np.stack([one.logprobs_tempered[which] for one in each]).astype(np.float64)
-        rows.append({"own": own.ravel(), "reader": raw.sum(1)})
-    return pd.DataFrame(rows).assign(arm=unit.arm)
 
 
 def mean_by_query(turns: pd.DataFrame, values: Any, responses: int) -> pd.Series:

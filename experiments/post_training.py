@@ -41,7 +41,6 @@ from experiments.outcome import (
     OF_QUERIES,
     SiblingTurns,
     rates_by_query,
-    score_turns,
     unit_of,
 )
 from experiments.tables import only, tables_of
@@ -230,6 +229,18 @@ class ReadTurns(SiblingTurns):
     weights: str
     written: tuple[tuple[str, int], ...]
 
+    def rows(self, model: Model) -> pd.DataFrame:
+        """A row per turn: ``term`` (before or after), ``followed``, ``reader``, bits, evidence."""
+        from ia_mech.likelihood.reaction import evidence, reaction_bits
+
+        side, followed = map(list, zip(*self.written, strict=True))
+        logprobs = [
+            one.reshape(len(self.contexts), -1).sum(1) for one in super().rows(model)["own"]
+        ]
+        rows = pd.DataFrame({"term": side, "followed": followed, "reader": self.arm})
+        rows[INFORMATION], rows[EVIDENCE] = reaction_bits(logprobs), evidence(logprobs, followed)
+        return rows.assign(temperature=self.turns[0][1])
+
 
 class Compare(Experiment):
     name = "post_training"
@@ -293,17 +304,6 @@ class Compare(Experiment):
 
     def model_for(self, unit: Any) -> Model:
         return self.model if unit.arm == BEFORE else self.tuned_model
-
-    def measure(self, model: Model, unit: Any) -> pd.DataFrame:
-        """A row per turn: ``term`` (before or after), ``followed``, ``reader``, bits, evidence."""
-        from ia_mech.likelihood.reaction import evidence, reaction_bits
-
-        side, followed = map(list, zip(*unit.written, strict=True))
-        scores = score_turns(model, unit)["own"]
-        logprobs = [one.reshape(len(unit.contexts), -1).sum(1) for one in scores]
-        rows = pd.DataFrame({"term": side, "followed": followed, "reader": unit.arm})
-        rows[INFORMATION], rows[EVIDENCE] = reaction_bits(logprobs), evidence(logprobs, followed)
-        return rows.assign(temperature=self.temperature)
 
     def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
         """Holm-corrected by quantity; all datasets together are a family of their own."""

@@ -28,13 +28,12 @@ import pandas as pd
 
 from experiments.arms import Arm
 from experiments.control import QueryValues, estimate_means
-from experiments.experiment import Conclusion, Experiment, Model, flag
+from experiments.experiment import Conclusion, Experiment, flag
 from experiments.figures import Drawing, Lines
 from experiments.outcome import (
     LEAST_QUERIES,
     SiblingTurns,
     mean_by_query,
-    score_turns,
     turns_of,
     unit_of,
 )
@@ -256,9 +255,6 @@ class Reaction(Experiment):
             if self.wordings:
                 self.sample(WORDINGS, self.control())
         return self.measure_units(self.units(), "scoring turns after each response")
-
-    def measure(self, model: Model, unit: Any) -> pd.DataFrame:
-        return score_turns(model, unit)
 
     # -- what is estimated ------------------------------------------------------------------------
 

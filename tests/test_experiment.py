@@ -5,6 +5,7 @@ import importlib
 import os
 import re
 import shutil
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -248,15 +249,16 @@ def test_the_worked_experiment_measures_what_it_says_and_goes_on_where_it_was_st
     words += ["--workers", "1"]  # or a second unit would be begun, and perhaps ended
     plan = call(first_words.main, [*words, "--dry-run"], capfd)
     assert plan.status == 0 and "3 units of 3 queries" in plan.out and not folder.exists()
-    measure, measured = first_words.measure, []
+    opened = sys.modules[first_words.__module__].Opened
+    rows, measured = opened.rows, []
 
-    def interrupted(self, model, unit):
-        measured.append(unit.source)
+    def interrupted(self, model):
+        measured.append(self.source)
         if len(measured) == 2:
             raise KeyboardInterrupt
-        return measure(self, model, unit)
+        return rows(self, model)
 
-    monkeypatch.setattr(first_words, "measure", interrupted)
+    monkeypatch.setattr(opened, "rows", interrupted)
     assert call(first_words.main, words, capfd).status == 130
     assert not (folder / "result.json").exists()
     outcome = call(first_words.main, words, capfd)
