@@ -35,7 +35,7 @@ from experiments.change import HEADER, OWN, RESPONSE, STATE
 from experiments.experiment import Model
 from experiments.grid import ABOVE_TENTH, BITS, estimated
 from experiments.locate import MAY_BE_MOST, WINDOW, Locate, estimates, layer_windows
-from experiments.outcome import query_bits_of, whole_site_bits, with_own_scores
+from experiments.outcome import bits_by_cell, query_bits_of, with_own_scores
 from ia_mech.estimates import frame_of
 
 QUERIES, SEEDS = 60, 20
@@ -66,7 +66,7 @@ def measure_study(
 def study_estimates(kind: Kind, seed: int, queries: int, noise: float = NOISE) -> pd.DataFrame:
     """Every estimate of one study."""
     rows = measure_study(kind, seed, queries, noise)
-    found = estimates(rows, whole_site_bits(rows, OPTIONS["seed"]), OPTIONS)
+    found = estimates(bits_by_cell(rows, OPTIONS["seed"]), OPTIONS)
     if kind.name in WORDED:
         worded = measure_study(kind, seed, queries, noise, wordings=True)
         both = [

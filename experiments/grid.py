@@ -52,8 +52,8 @@ from experiments.outcome import (
     ONCE_IN_ROLE,
     SCORING,
     SiblingContexts,
+    bits_by_cell,
     parts_of,
-    query_bits_of,
     shares_of,
     siblings_of,
     with_own_scores,
@@ -178,6 +178,16 @@ def share_of(
     yield group.mean(ABOVE_TENTH, found.bits - EQUIVALENT * expressed.bits)
 
 
+def carried(
+    options: dict[str, Any], found: QueryBits, expressed: QueryBits | None, **names: Any
+) -> Iterator[TidyEstimate]:
+    """Bits and hits of a cell, and its share of what is expressed, if that is of the same turns."""
+    yield from estimated(options, BITS, found, **names)
+    yield from estimated(options, HITS, found, **names)
+    if expressed is not None:
+        yield from share_of(options, found, expressed, **names)
+
+
 class Bits(Grid):
     """How many bits turns tell about the candidate that they followed."""
 
@@ -208,20 +218,12 @@ class Bits(Grid):
 
     def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
         """Of every cell by temperature; Holm-corrected over cells."""
-        scored, options, found = with_own_scores(rows), self.options, list[TidyEstimate]()
-        for t, here in scored.groupby("temperature"):
-            each = {
-                key: bits
-                for key, cell in here.groupby(["site", "layer"], sort=False)
-                if (bits := query_bits_of(cell, options["seed"])) is not None
-            }
+        options, found = self.options, list[TidyEstimate]()
+        for t, each in bits_by_cell(with_own_scores(rows), options["seed"]).items():
             own, first = each.get((OWN, -1)), [one for key, one in each.items() if key[0] == FIRST]
-            for (term, layer), bits in each.items():
+            for (term, layer), bits in each.items() if t is not None else ():
                 names = {"term": term, "temperature": t} | ({"layer": layer} if layer >= 0 else {})
-                found += estimated(options, BITS, bits, **names)
-                found += estimated(options, HITS, bits, **names)
-                if own is not None and term != OWN:
-                    found += share_of(options, bits, own, **names)
+                found += carried(options, bits, own if term != OWN else None, **names)
                 if first and term not in (OWN, FIRST):
                     found += estimated(options, LESS_FIRST, bits, first[0], **names)
         return holm_corrected(found)

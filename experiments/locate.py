@@ -85,17 +85,17 @@ from experiments.grid import (
     Bits,
     FollowUps,
     Grid,
+    carried,
     estimated,
-    share_of,
 )
 from experiments.outcome import (
     WRITTEN_AFTER,
-    BitsBySite,
+    BitsByCell,
     balanced_queries,
+    bits_by_cell,
     of_first_tokens,
     of_later_tokens,
     query_bits_of,
-    whole_site_bits,
     with_own_scores,
 )
 from experiments.tables import tables_of
@@ -196,67 +196,67 @@ def cells_of(maps: Collection[str], layers: int, recurrent: bool = False) -> lis
 # -- bits of queries -------------------------------------------------------------------------------
 
 
-def query_table(whole: BitsBySite) -> pd.DataFrame:
+def query_table(each: BitsByCell) -> pd.DataFrame:
     """Bits of whole sites by query: ``term``, ``temperature`` (missing: all sampled turns),
     ``source``, ``bits`` and ``hits``."""
     found = [pd.DataFrame()]
-    for t, sites in whole.items():
-        for site, one in sites.items():
-            table = {"source": one.queries, "bits": one.bits, "hits": one.hits, "term": site}
-            found.append(pd.DataFrame(table).assign(temperature=np.nan if t is None else t))
+    for t, cells in each.items():
+        for (term, _), one in cells.items():
+            if term in (OWN, *WHOLE_SITES):
+                table = {"source": one.queries, "bits": one.bits, "hits": one.hits, "term": term}
+                found.append(pd.DataFrame(table).assign(temperature=np.nan if t is None else t))
     return pd.concat(found, ignore_index=True)
 
 
 # -- estimate --------------------------------------------------------------------------------------
 
 
-def estimates(
-    rows: pd.DataFrame,
-    whole: BitsBySite,
-    options: dict[str, Any],
-) -> list[TidyEstimate]:
-    """Every estimate.
-
-    Args:
-        rows: of :func:`with_own_scores`.
-        whole: of :func:`whole_site_bits`.
-        options: ``level``, ``resamples`` and ``seed``.
-    """
-    found = [*whole_site_estimates(whole, options), *map_estimates(rows, options)]
-    differences = (LESS_QUERY, HITS_LESS_QUERY, LESS_GREEDY, LESS_WHOLE, LESS_RANDOM)
+def estimates(each: BitsByCell, options: dict[str, Any]) -> list[TidyEstimate]:
+    """What cells carry, and how that differs from what they are held against."""
+    row, found, tested = partial(estimated, options), list[TidyEstimate](), list[TidyEstimate]()
+    greedy = each.get(0.0, {}).get((OWN, -1))
+    for t, cells in each.items():
+        sites = {term: bits for (term, layer), bits in cells.items() if layer < 0}
+        # What windows are parts of: layers without a shared prefix are in none.
+        response, names = sites.get(FULL_LAYERS, sites.get(ALL_LAYERS)), {}
+        for (term, layer), bits in cells.items():
+            names = {"temperature": np.nan if t is None else t, "term": term}
+            names |= {"layer": layer} if layer >= 0 else {}
+            whole, against = term in WHOLE_SITES, dict[str, QueryBits | None]()
+            found += carried(options, bits, sites.get(OWN) if whole else None, **names)
+            if whole and term != QUERY:
+                against = dict.fromkeys((LESS_QUERY, HITS_LESS_QUERY), sites.get(QUERY))
+            if term == OWN and t != 0:
+                against = {LESS_GREEDY: greedy}
+            if term in (WITHOUT_WINDOW, *PART_SITES):
+                against = {LESS_WHOLE: response and response.only(bits.queries)}
+            if term in BLOCK_SITES:
+                random = f"response, {BLOCK_SITES[term].width} random tokens"
+                against[LESS_RANDOM] = sites.get(random)
+            for quantity, base in against.items():
+                tested += row(quantity, bits, base, **names) if base else ()
+        found += lost_without(sites, options, **names | {"layer": None})
+        windows = {layer: bits for (term, layer), bits in cells.items() if term == WINDOW}
+        found += window_set(windows, options, temperature=t)
 
     def family(row: TidyEstimate) -> tuple[str, str]:
         term = row.names["term"]
         return row.quantity, "parts" if term in PART_SITES else term
 
-    tested = [row for row in found if row.quantity in differences]
-    return [row for row in found if row.quantity not in differences] + holm_corrected(
-        tested, family
-    )
+    return found + holm_corrected(tested, family)
 
 
-def whole_site_estimates(whole: BitsBySite, options: dict[str, Any]) -> Iterator[TidyEstimate]:
-    """What is expressed, and what sites carry, by temperature and of all sampled turns."""
-    row = partial(estimated, options)
-    greedy = whole.get(0.0, {}).get(OWN)
-    for t, sites in whole.items():
-        names: dict[str, Any] = {"temperature": np.nan if t is None else t}
-        for site, bits in sites.items():
-            yield from row(BITS, bits, term=site, **names)
-            yield from row(HITS, bits, term=site, **names)
-            if site != OWN and OWN in sites:
-                yield from share_of(options, bits, sites[OWN], term=site, **names)
-            if site not in (OWN, QUERY) and QUERY in sites:
-                for quantity in (LESS_QUERY, HITS_LESS_QUERY):
-                    yield from row(quantity, bits, sites[QUERY], term=site, **names)
-        all_of = ALL_THREE if ALL_THREE in sites else OWN
-        together = DONATED[all_of] - ({0, 4} if all_of == OWN else set())
-        for site, rest in permutations(sites, 2):
-            if DONATED[rest] == together - DONATED[site] and DONATED[site] <= together:
-                lost = replace(sites[all_of], bits=sites[all_of].bits - sites[rest].bits)
-                yield from row(LEFT_OUT, lost, term=site, **names)
-        if t != 0 and greedy is not None and OWN in sites:
-            yield from row(LESS_GREEDY, sites[OWN], greedy, term=OWN, **names)
+def lost_without(
+    sites: dict[str, QueryBits], options: dict[str, Any], **names: Any
+) -> Iterator[TidyEstimate]:
+    """What is lost of everything that is spliced if only one site is the recipient's."""
+    all_of = ALL_THREE if ALL_THREE in sites else OWN
+    together = DONATED[all_of] - ({0, 4} if all_of == OWN else set())
+    whole = [site for site in sites if site in DONATED]
+    for site, rest in permutations(whole, 2):
+        if DONATED[rest] == together - DONATED[site] and DONATED[site] <= together:
+            lost = replace(sites[all_of], bits=sites[all_of].bits - sites[rest].bits)
+            yield from estimated(options, LEFT_OUT, lost, **names | {"term": site})
 
 
 def token_estimates(rows: pd.DataFrame, options: dict[str, Any]) -> Iterator[TidyEstimate]:
@@ -264,52 +264,24 @@ def token_estimates(rows: pd.DataFrame, options: dict[str, Any]) -> Iterator[Tid
 
     ``rows`` are those of :func:`with_own_scores`.
     """
+    rows = rows[rows["site"].isin([OWN, *WHOLE_SITES])]
     parts = {FIRST_BITS: of_first_tokens(rows), LATER_BITS: of_later_tokens(rows)}
     for quantity, part in parts.items():
-        for t, sites in whole_site_bits(part, options["seed"]).items():
-            if OWN not in sites or not sites[OWN].bits.any():
+        for t, cells in bits_by_cell(part, options["seed"]).items():
+            if (OWN, -1) not in cells or not cells[OWN, -1].bits.any():
                 continue  # nothing could be fitted on other queries: no measurement
-            for site, bits in sites.items():
+            for (site, _), bits in cells.items():
                 at = np.nan if t is None else t
                 yield from estimated(options, quantity, bits, term=site, temperature=at)
 
 
-def map_estimates(
-    rows: pd.DataFrame,
-    options: dict[str, Any],
+def window_set(
+    cells: dict[int, QueryBits], options: dict[str, Any], **names: Any
 ) -> Iterator[TidyEstimate]:
-    """What cells of maps carry, turns written after hybrids, and which windows may carry most."""
-    row, seed = partial(estimated, options), options["seed"]
-    # What windows are parts of: layers without a shared prefix are in none.
-    base = FULL_LAYERS if (rows["site"] == FULL_LAYERS).any() else ALL_LAYERS
-    all_layers = query_bits_of(rows[rows["site"] == base], seed)
-    of_queries: dict[str, tuple[QueryBits, dict[str, Any]]] = {}
-    mapped = rows[rows["site"].isin([*COMPUTED_ON, *PART_SITES, *MAP_SITES, *ALL_WRITTEN])]
-    for (site, layer, t), cell in mapped.groupby(["site", "layer", "temperature"], sort=False):
-        found = query_bits_of(cell, seed)
-        if found is None:
-            continue
-        names = {"term": site, "temperature": t} | ({"layer": layer} if layer >= 0 else {})
-        yield from row(BITS, found, **names)
-        yield from row(HITS, found, **names)
-        of_queries[site] = found, names
-        if site in (WITHOUT_WINDOW, *PART_SITES) and all_layers is not None:
-            same = all_layers.only(found.queries)  # some queries have no such band
-            yield from row(LESS_WHOLE, found, same, **names)
-    for control, mask in RANDOM_SITES.items():
-        if control in of_queries:
-            found, names = of_queries[f"response, blocks of {mask.width}"]
-            yield from row(LESS_RANDOM, found, of_queries[control][0], **names)
-    yield from window_set(mapped[mapped["site"] == WINDOW], options)
-
-
-def window_set(windows: pd.DataFrame, options: dict[str, Any]) -> Iterator[TidyEstimate]:
     """Whether each window may be the one that carries most: p values of their confidence set.
 
     There are none where no window is shown to carry anything (Bonferroni).
     """
-    found = {at: query_bits_of(cell, options["seed"]) for at, cell in windows.groupby("layer")}
-    cells = {layer: one for layer, one in found.items() if one is not None}
     level = 1 - (1 - options["level"]) / max(len(cells), 1)
     means = [cluster_mean(one.bits, one.queries, level=level) for one in cells.values()]
     if len(cells) < 2 or not any(mean.low > 0 for mean in means):
@@ -317,7 +289,7 @@ def window_set(windows: pd.DataFrame, options: dict[str, Any]) -> Iterator[TidyE
     losses, how = -np.stack([one.bits for one in cells.values()]), "model confidence set"
     drawn = {name: options[name] for name in ("resamples", "seed")}
     each = model_confidence_set(losses, stretch=STRETCH, **drawn)
-    names = {"dataset": ALL, "term": WINDOW, "temperature": windows["temperature"].iloc[0]}
+    names |= {"dataset": ALL, "term": WINDOW}
     for layer, p in zip(cells, each.tolist(), strict=True):
         count = losses.shape[1]
         estimate = Estimate(p, np.nan, np.nan, count, how)
@@ -370,19 +342,18 @@ class SiteBits(Bits):
     """Bits of sites and maps.
 
     Attributes:
-        whole: what whole sites tell of each query (:func:`whole_site_bits`), once estimated.
+        each: what cells tell of each query (:func:`bits_by_cell`), once estimated.
     """
 
     flags = ("recipients", "maps")
 
     def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
         scored = with_own_scores(rows)
-        self.whole = whole_site_bits(scored, self.args.seed)
-        found = estimates(scored, self.whole, self.options)
-        return [*found, *token_estimates(scored, self.options)]
+        self.each = bits_by_cell(scored, self.args.seed)
+        return [*estimates(self.each, self.options), *token_estimates(scored, self.options)]
 
     def data(self, rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
-        return {"rows": rows, "queries": query_table(self.whole)}
+        return {"rows": rows, "queries": query_table(self.each)}
 
     def tables(self, found: pd.DataFrame) -> list[Table]:
         found = without_repeats(found)
@@ -430,39 +401,22 @@ class SiteBits(Bits):
                 "where a window is the recipient's."
             ),
         )
-        del columns[SHARE]
-        made += tables_of(
-            "turns that the model writes after hybrids: do they tell the candidate?",
-            found[found["term"].isin(ALL_WRITTEN)],
-            columns,
-            index=("temperature", "term"),
-            rows="queries",
-            legend="What is named is the candidate's, everything else the recipient's.",
-        )
-        made += tables_of(
-            "carried by parts of the response",
-            found[found["term"].isin([ALL_LAYERS, *PART_SITES])],
-            columns,
-            index=("term",),
+        return made + tables_of(
+            "carried by cells of maps",
+            found[found["term"].isin([*COMPUTED_ON, *PART_SITES, *MAP_SITES, *ALL_WRITTEN])],
+            {BITS: columns[BITS], HITS: columns[HITS], MAY_BE_MOST: ("p: none has more", 3)},
+            index=("temperature", "term", "layer"),
             rows="queries",
             legend=(
-                "What follows the response is computed anew. Last, 2–8, …: so many tokens of the "
-                "candidate's response replace as many of the recipient's. Blocks: each token of "
-                "the candidate's response saw only those before it in its block, and the "
-                "first few. n random tokens: it saw itself and n − 1 others from all before it."
+                "What is named is the candidate's, everything else the recipient's. What follows "
+                "the response is computed anew, but for written turns, which the model writes. "
+                "Last, 2–8, …: so many tokens of the candidate's response replace as many of the "
+                "recipient's. Blocks: each token of the candidate's response saw only those before "
+                "it in its block, and the first few. n random tokens: it saw itself and n − 1 "
+                "others from all before it."
             ),
+            full=True,
         )
-        for site in (*COMPUTED_ON, *MAP_SITES):
-            mine = found[(found["term"] == site) & found["quantity"].isin([*columns, MAY_BE_MOST])]
-            made += tables_of(
-                f"carried by {site}",
-                mine,
-                columns | ({MAY_BE_MOST: ("p: none has more", 3)} if site == WINDOW else {}),
-                index=("term", "layer"),
-                rows="queries",
-                full=True,
-            )
-        return made
 
     def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
         return drawings(without_repeats(found), self.runs[0].model["name"])

@@ -41,7 +41,8 @@ FIRST_SCORES = [f"first_{number}" for number in range(CANDIDATES)]  # of the fir
 OWN_SCORES = [f"own_{name}" for name in SCORES]  # after own contexts
 OWN_FIRST_SCORES = [f"own_{name}" for name in FIRST_SCORES]
 WRITTEN_AFTER = "written: "  # how cells are called after which turns are written
-BitsBySite = dict[float | None, dict[str, QueryBits]]  # by temperature (None: sampled) and site
+# By temperature (None: all sampled turns), and by term and layer.
+BitsByCell = dict[float | None, dict[tuple[str, int], QueryBits]]
 
 # -- bits: turns scored after each response --------------------------------------------------------
 
@@ -375,18 +376,20 @@ def balanced_queries(rows: pd.DataFrame) -> pd.DataFrame:
     return rows[rows.groupby("source")["own"].transform("nunique") == CANDIDATES]
 
 
-def whole_site_bits(rows: pd.DataFrame, seed: int) -> BitsBySite:
-    """What whole sites tell: temperature (None: all sampled turns) → site → bits of queries.
+def bits_by_cell(rows: pd.DataFrame, seed: int) -> BitsByCell:
+    """What cells tell, by temperature (None: all sampled turns, of whole sites).
 
     ``rows`` are those of :func:`with_own_scores`.
     """
-    found: BitsBySite = {}
+    found: BitsByCell = {}
     for t in [*sorted(set(rows["temperature"])), None]:
         here = rows[rows["temperature"] > 0 if t is None else rows["temperature"] == t]
-        sites = {
-            site: query_bits_of(here[here["site"] == site], seed) for site in (OWN, *WHOLE_SITES)
+        here = here[here["site"].isin([OWN, *WHOLE_SITES])] if t is None else here
+        found[t] = {
+            key: bits
+            for key, cell in here.groupby(["site", "layer"], sort=False)
+            if (bits := query_bits_of(cell, seed)) is not None
         }
-        found[t] = {site: bits for site, bits in sites.items() if bits is not None}
     return found
 
 

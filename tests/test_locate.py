@@ -56,9 +56,9 @@ from experiments.outcome import (
     FIRST_SCORES,
     SCORES,
     SiblingContexts,
+    bits_by_cell,
     placed_in,
     query_bits_of,
-    whole_site_bits,
     with_own_scores,
 )
 from experiments.tables import estimates_of
@@ -297,7 +297,7 @@ def test_what_blocks_keep_is_compared_with_the_whole_and_with_as_many_random_tok
     rows = with_own_scores(composed_rows())
     found = {
         (row.quantity, row.names["term"]): row
-        for row in estimates(rows, whole_site_bits(rows, 0), OPTIONS)
+        for row in estimates(bits_by_cell(rows, 0), OPTIONS)
         if row.names["temperature"] == 1.0
     }
     bits = {site: found["bits", site].estimate.value for site in (*BLOCK_SITES, *RANDOM_SITES)}
@@ -320,7 +320,7 @@ def test_turns_that_do_not_react_tell_nothing_and_no_site_carries_anything():
 
 def test_estimates_have_the_share_the_test_and_the_set_of_windows():
     rows = with_own_scores(measured(through_header=False))
-    found = estimates(rows, whole_site_bits(rows, 0), OPTIONS)
+    found = estimates(bits_by_cell(rows, 0), OPTIONS)
     sampled = {
         (row.quantity, row.names["term"]): row for row in found
         if np.isnan(row.names["temperature"])
