@@ -24,7 +24,7 @@ import numpy as np
 import pandas as pd
 
 from experiments.arms import Arm, conversations_of, verdicts_of
-from experiments.change import OWN, RESPONSES, Cell, Given, Replaced, Splice, positions_of
+from experiments.change import OWN, RESPONSES, Cell, Change, Given, Replaced, Splice, positions_of
 from experiments.control import (
     ARMS,
     BEYOND,
@@ -44,7 +44,7 @@ from experiments.control import (
     estimates,
 )
 from experiments.experiment import Conclusion, Experiment, Model, Unit, flag
-from experiments.figures import Drawing, HeatMap
+from experiments.figures import Bars, Drawing, Lines
 from experiments.first_token import check_logits, first_token_masses, openings_of, with_token_scores
 from experiments.outcome import (
     IN_ROLE,
@@ -131,6 +131,14 @@ class Grid(Experiment):
             for name in {*other.flags} - {*self.flags}:
                 if getattr(self.args, name) != parser.get_default(name):
                     raise UserError(f"--{name} is of --outcome {kind}", "leave it out")
+
+
+def drawing(title: str, unit: str, rows: pd.DataFrame) -> Drawing:
+    """Cells by layer, or by site; what is put in after the last layer is the first token alone."""
+    by_layer = rows[rows["layer"].notna() & (rows["term"] != FIRST)]
+    if len(by_layer):
+        return Lines(title, "after layer", unit, by_layer, across="layer", levels={"": 0.0})
+    return Bars(title, unit, rows)
 
 
 # -- bits ------------------------------------------------------------------------------------------
@@ -247,9 +255,8 @@ class Bits(Grid):
 
     def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
         bits = only(found, BITS)
-        rows = bits[bits["layer"].notna() & (bits["temperature"] == bits["temperature"].max())]
-        title = f"{self.runs[0].model['name']} · bits under states of candidates"
-        return {"cells": HeatMap(title, "after layer", "token", "bits", rows, "layer", "term")}
+        bits = bits[bits["temperature"] == bits["temperature"].max()]
+        return {"cells": drawing(self.runs[0].model["name"], "bits", bits[bits["term"] != OWN])}
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         t = found["temperature"].max()
@@ -442,6 +449,16 @@ class FollowUps(Grid):
         return {"turns": Arm(found, settings, self._changed)}
 
     @cached_property
+    def _changes(self) -> dict[tuple[str, int], Change]:
+        return {(cell.term, cell.layer): cell.change for cell in self.cells()}
+
+    @cached_property
+    def _messages(self) -> dict[int, Any]:
+        return dict(
+            zip(*(self.rows_of_contexts[name] for name in ("row", "messages")), strict=True)
+        )
+
+    @cached_property
     def _states(self) -> "Callable[[int, str], Tensor]":
         """``[contexts of all runs, d_model]`` by layer and position."""
         import torch
@@ -458,12 +475,10 @@ class FollowUps(Grid):
     def _changed(self, conversation: Conversation, context: "ChatContext") -> list[Any]:
         """What a conversation's donor has, where it is put."""
         about = conversation.metadata[EXCHANGED]
-        named = {(cell.term, cell.layer): cell.change for cell in self.cells()}
-        change, row = named[about["place"], about["layer"]], about["row"]
-        of = self.rows_of_contexts.set_index("row").loc[row]
+        change, row = self._changes[about["place"], about["layer"]], about["row"]
 
         def of_donor() -> "ChatContext":
-            return self.chat.context(list(of["messages"]))
+            return self.chat.context(list(self._messages[row]))
 
         donor = Given(of_donor, lambda layer, name: self._states(layer, name)[row])
         assert isinstance(change, Splice | Replaced)
@@ -575,12 +590,14 @@ class FollowUps(Grid):
         ]
 
     def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
-        rows = all_datasets(only(found, MOVED))
-        rows = rows[(rows["term"] != FIRST) & rows["layer"].notna()]
-        title = f"{self.runs[0].model['name']} · {self.what}"
-        unit = "share under the high donor minus that under the low one"
-        cells = HeatMap(title, "after layer", "token", unit, rows, "layer", "term")
-        return {"cells": cells} if len(rows) else {}
+        title = f"{self.runs[0].model['name']} · {self.measured}"
+        return {
+            "cells": drawing(
+                title,
+                "under the high donor minus under the low one",
+                all_datasets(only(found, MOVED)),
+            )
+        }
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         level, whole = self.args.level, all_datasets(found)
