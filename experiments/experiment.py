@@ -196,6 +196,11 @@ class Experiment(ABC):
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
         """Add the experiment's own flags."""
 
+    @classmethod
+    def asked(cls, args: argparse.Namespace) -> "type[Experiment]":
+        """The class that answers what the flags ask for."""
+        return cls
+
     def read(self) -> None:  # noqa: B027 (may allow everything)
         """Refuse here what can't be answered: it is called before anything is computed."""
 
@@ -541,8 +546,8 @@ class Experiment(ABC):
     @classmethod
     def command(cls, args: argparse.Namespace) -> None:
         """What the command does: answer, write and print."""
-        runs = open_runs(args.runs)
-        one = cls(runs, args, output_folder(cls, args.out, args.runs[0]))
+        runs, kind = open_runs(args.runs), cls.asked(args)
+        one = kind(runs, args, output_folder(kind, args.out, args.runs[0]))
         one.check()
         if args.dry_run:
             plan = one.plan()

@@ -17,7 +17,6 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -67,7 +66,6 @@ from ia_mech.judge.rubric import ASSESSED, FOLLOW_UP, heading
 from ia_mech.likelihood.carried import CANDIDATES, CEILING, QueryBits
 from ia_mech.results import SHARE as AS_SHARE
 from ia_mech.results import Table, cell_of
-from ia_mech.run import Run
 from ia_mech.stats import cluster_bootstrap, cluster_mean
 
 if TYPE_CHECKING:  # these load torch
@@ -86,7 +84,7 @@ BY_BITS, BY_FOLLOW_UPS, BY_FIRST_TOKENS = "bits", "follow-up", "first-token"
 
 
 class Grid(Experiment):
-    """An experiment of cells, whose outcome is chosen: an instance is of the outcome's class, too.
+    """An experiment of cells, whose outcome is chosen (:meth:`asked`).
 
     Class attributes:
         outcomes: name → the class that measures it; the first is the usual one.
@@ -99,10 +97,14 @@ class Grid(Experiment):
     outcomes: ClassVar[Mapping[str, type["Grid"]]]
     flags: ClassVar[tuple[str, ...]] = ()
 
-    def __new__(cls, runs: list[Run], args: argparse.Namespace, folder: Path) -> "Grid":
-        kind = getattr(args, "outcome", None) or next(iter(cls.outcomes))
-        both = cls.outcomes[kind], cls
-        return super().__new__(type(cls.__name__, both, {"__module__": cls.__module__}))
+    @classmethod
+    def asked(cls, args: argparse.Namespace) -> type[Experiment]:
+        """The class of the outcome and the cells; results of the usual outcome have the plain name
+        of the command."""
+        usual = next(iter(cls.outcomes))
+        name = cls.folder_name() + (f"-{args.outcome}" if args.outcome != usual else "")
+        about = {"__module__": cls.__module__, "folder_name": classmethod(lambda _: name)}
+        return type(cls.__name__, (cls.outcomes[args.outcome], cls), about)
 
     def cells(self) -> list[Cell]:
         """What is changed."""
@@ -740,6 +742,10 @@ class FirstTokens(FollowUps):
             tokens = sum(map(len, contexts)) + len(ARMS) * len(places) * len(contexts[0])
             openings = self.openings.ids.tolist(), share.tolist()
             yield Masses(*query, tokens, contexts, places, openings, self.args.temperature)
+
+    def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
+        """Nothing is beyond the first token."""
+        return [row for row in super().estimate(rows) if row.quantity != BEYOND]
 
     def rows(self) -> pd.DataFrame:
         self._own = len(self.measure_units(super().units(), "putting in own states"))

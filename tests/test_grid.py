@@ -143,6 +143,8 @@ def test_the_response_s_keys_and_values_set_the_content_and_not_the_role(moved):
 def test_a_combination_that_makes_no_sense_is_refused_by_name(used, capfd):
     words = [str(used.path), "--outcome"]
     assert "'first-token'" in refusal(call(locate.main, [*words, "first-token"], capfd))
+    planned = call(locate.main, [*words, "follow-up", "--dry-run"], capfd).out
+    assert f"go to {used.path}/results/locate-follow-up\n" in planned  # and bits to locate
     line = refusal(call(locate.main, [*words, "follow-up", "--maps", "bands"], capfd))
     assert line.startswith("--maps is of --outcome bits")
 
@@ -171,7 +173,8 @@ def test_bits_are_carried_by_the_state_that_a_name_is_written_into():
         )  # fmt: skip
         parts.append(unit.rows(model).assign(source=f"q{query}"))
     options = {"level": 0.95, "resamples": 100, "seed": 0}
-    grid = interchange.Interchange([], SimpleNamespace(outcome="bits", **options), Path())
+    args = SimpleNamespace(outcome="bits", **options)
+    grid = interchange.Interchange.asked(args)([], args, Path())
     found = {
         (row.quantity, row.names["term"], row.names.get("layer")): row.estimate.value
         for row in grid.estimate(pd.concat(parts, ignore_index=True))

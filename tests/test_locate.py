@@ -443,7 +443,8 @@ def constructed(nats: dict, queries: int = 60, seed: int = 0, noise: float = 0.7
 
 def sentence(rows: pd.DataFrame, layers: int = 32) -> str:
     run = SimpleNamespace(model={"name": "m", "layers": layers})
-    one = Locate([run], SimpleNamespace(level=0.95, resamples=400, seed=0), Path())
+    args = SimpleNamespace(level=0.95, resamples=400, seed=0, outcome="bits")
+    one = Locate.asked(args)([run], args, Path())
     return one.conclude(estimates_of(one.estimate(rows), Locate.columns, 0.95)).sentence
 
 
