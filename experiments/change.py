@@ -271,6 +271,14 @@ class Passes:
             found.append(Hybrid(d, pieces, j if state else d))
         return found
 
+    def going_on(self, hybrids: "list[Hybrid]", group: "Prefilled | None" = None) -> Laid:
+        """Hybrids of a group of contexts up to their response's end (default: as they are); what
+        follows is computed anew."""
+        from ia_mech.engine.score import Turn
+        from ia_mech.engine.splice import spliced
+
+        return Laid([spliced(group or self.to_response, hybrids)], Turn, anew=True)
+
 
 def edges_of(context: "ChatContext") -> tuple[int, ...]:
     """Where the parts of a context begin, and where the last one ends."""
@@ -344,11 +352,7 @@ class Anew:
     state: bool = False
 
     def laid(self, of: Passes, pairs: Pairs) -> Laid:
-        from ia_mech.engine.score import Turn
-        from ia_mech.engine.splice import spliced
-
-        hybrids = of.anew(pairs, self.response, self.state)
-        return Laid([spliced(of.to_response, hybrids)], Turn, anew=True)
+        return of.going_on(of.anew(pairs, self.response, self.state))
 
 
 @dataclass(frozen=True)
@@ -411,13 +415,10 @@ class Band:
         return Hybrid(recipient, tuple(piece for piece in pieces if piece.start < piece.stop))
 
     def laid(self, of: Passes, pairs: Pairs) -> Laid | None:
-        from ia_mech.engine.score import Turn
-        from ia_mech.engine.splice import spliced
-
         hybrids = [self.hybrid(of.unit, *pair) for pair in pairs]
         if all(len({piece.context for piece in one.pieces}) == 1 for one in hybrids):
             return None  # no response is long enough
-        return Laid([spliced(of.to_response, hybrids)], Turn, anew=True)
+        return of.going_on(hybrids)
 
 
 @dataclass(frozen=True)
@@ -429,8 +430,7 @@ class Mask:
     random: bool = False
 
     def laid(self, of: Passes, pairs: Pairs) -> Laid:
-        from ia_mech.engine.score import Turn
-        from ia_mech.engine.splice import among_random, in_blocks, spliced
+        from ia_mech.engine.splice import among_random, in_blocks
 
         what = of.model, of.to_response, of.contexts, of.unit.starts
         if self.random:
@@ -440,7 +440,7 @@ class Mask:
             group = in_blocks(*what, self.width)
         lengths = zip(of.unit.starts, of.unit.stops, strict=True)
         of.on_tokens(sum(stop - start for start, stop in lengths))
-        return Laid([spliced(group, of.anew(pairs))], Turn, anew=True)
+        return of.going_on(of.anew(pairs), group)
 
 
 @dataclass(frozen=True)

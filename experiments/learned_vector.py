@@ -203,19 +203,10 @@ class LearnedVector(Experiment):
         return found
 
     def plan(self) -> dict[str, str]:
-        units, vectors = self.units(), (*LEARNED, RANDOM)
         contexts = sum(len(one.contexts) for half in self.learners for one in self.measured(half))
-        return {
-            "vectors": f"{', '.join(vectors)}; at {', '.join(self.positions)}, after layers "
-            f"{', '.join(map(str, self.layers))}",
-            "to learn": f"{len(units)} of them from "
-            f"{' and '.join(str(len(those[OWN])) for those in self.examples)} follow-ups, "
-            f"about {sum(unit.tokens for unit in units):,} tokens; {sum(self._stored(units))} are "
-            "learned already",
-            "then to sample": f"{contexts} conversations under each of "
-            f"{len(self.layers) * len(vectors)}"
-            f" vectors, a greedy turn after each",
-        }
+        vectors = len(self.layers) * len((*LEARNED, RANDOM))
+        more = f"{contexts} conversations under each of {vectors} vectors, a greedy turn after each"
+        return super().plan() | {"then to sample": more}
 
     def measured(self, learner: int) -> list[Query]:
         """The queries whose turns are written under what a half has learned."""
