@@ -692,13 +692,11 @@ class Masses(Unit):
             own, groups, order = masses(plain)
             kept = torch.cat([one.residuals for one in groups if one.residuals is not None])
             states = {number: kept[at] for at, number in enumerate(order)}
-            changed = [
-                Prefix(self.contexts[0], (), (Replace(layer, each[0], states[k][layer, at]),))
-                for _, layer, each in self.cells
-                for k in range(1, len(self.contexts))
-                if (at := [places[k].index(one) for one in each[k]])
-            ]
-            under = masses(changed)[0].reshape(len(self.cells), -1)
+            under, donors = [], range(1, len(self.contexts))
+            for _, layer, each in self.cells:  # one cell's contexts are held at a time
+                at = [[places[k].index(one) for one in each[k]] for k in range(len(each))]
+                put = (Replace(layer, each[0], states[k][layer, at[k]]) for k in donors)
+                under.append(masses([Prefix(self.contexts[0], (), (one,)) for one in put])[0])
         found = pd.DataFrame(under, columns=list(ARMS))
         found[["term", "layer"]] = [cell[:2] for cell in self.cells]
         values = {f"own {arm}": one for arm, one in zip(ARMS, own[1:], strict=True)}
