@@ -128,6 +128,20 @@ def test_a_context_that_is_prefilled_with_pieces_of_another_is_their_hybrid(arch
     assert torch.allclose(one.residuals, plain, atol=1e-5, equal_nan=True)
 
 
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_5"])
+def test_a_context_with_everything_of_another_is_that_one(architecture):
+    model, (own, other, _), turn = tiny.model(architecture), contexts(), tiny.prompt(7, seed=5)
+    everything = Foreign(tuple(other), (Piece(1, 0, len(other)),), 1)
+    found, wanted = (
+        score(model, [group], [Turn(0, turn)])[0].logprobs_raw
+        for group in (
+            prefill_foreign(model, Prefix(own, [QUERY]), everything),
+            prefill(model, [Prefix(other)]),
+        )
+    )
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=LOGPROB)
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_layers_that_borrow_from_a_hybrid_equal_one_pass(architecture):
     model = tiny.model(architecture)
