@@ -265,19 +265,18 @@ class Bits(Grid):
         at, what = found[found["temperature"] == t], "greedy" if t == 0 else f"T = {t:g}"
         bits, own = only(at, BITS), only(at, BITS, term=OWN)
         cells = bits[~bits["term"].isin([OWN, FIRST])]
-        shown = cells[cells["low"] > 0]
-        said = [
-            f"{row['term']} after layer {row['layer']} {cell_of(row, 2)}"
-            for _, row in shown.iterrows()
-        ]
+        said = []
+        for _, row in cells[cells["low"] > 0].iterrows():
+            after = f" after layer {row['layer']}" if pd.notna(row["layer"]) else ""
+            said.append(f"{row['term']}{after} {cell_of(row, 2)}")
         if said:
-            sentence = f"states are enough at {len(said)} of {len(cells)} cells: {'; '.join(said)}"
+            carried = f"{len(said)} of {len(cells)} cells carry some of them: {'; '.join(said)}"
         else:
-            sentence = f"no state is shown to be enough for any ({len(cells)} cells)"
+            carried = f"no cell is shown to carry any of them ({len(cells)} cells)"
         first = only(at, BITS, term=FIRST)
         return Conclusion(
             f"Turns ({what}) tell {cell_of(own.iloc[0], 2)} of {CEILING:.2f} bits about which of "
-            f"{CANDIDATES} responses they followed; of these, {sentence}.",
+            f"{CANDIDATES} responses they followed; {carried}.",
             "Each number compares a response with two others to the same query, whose states are "
             "put in the same way; a hybrid of everything equals its donor."
             + (f" The first token alone: {cell_of(first.iloc[0], 2)}." if len(first) else ""),

@@ -403,7 +403,7 @@ class SiteBits(Bits):
         )
         return made + tables_of(
             "carried by cells of maps",
-            found[found["term"].isin([*COMPUTED_ON, *PART_SITES, *MAP_SITES, *ALL_WRITTEN])],
+            found[~found["term"].isin([OWN, *WHOLE_SITES])],
             {BITS: columns[BITS], HITS: columns[HITS], MAY_BE_MOST: ("p: none has more", 3)},
             index=("temperature", "term", "layer"),
             rows="queries",
