@@ -29,8 +29,8 @@ from ia_mech.settings import Settings
 
 if TYPE_CHECKING:
     from ia_mech.collect.job import Interventions
-    from ia_mech.engine.workers import Crew
-    from ia_mech.models.load import ModelSpec, Subject
+    from ia_mech.engine.workers import Crew, Team
+    from ia_mech.models.load import ModelSpec
 
 CONVERSATIONS, RUN = "conversations.jsonl", "run"
 # Settings of a run that an arm shares with it, unless it says otherwise.
@@ -95,7 +95,7 @@ def sample_arm(
     model: "ModelSpec",
     arm: Arm,
     folder: Path,
-    subject: "Callable[[], Subject]",
+    team: "Callable[[], Team]",
     crew: "Crew",
 ) -> Run:
     """The run of an arm in a folder: sampled, continued, or as it is.
@@ -105,8 +105,8 @@ def sample_arm(
         model: where its model is.
         arm: what differs; with the setting ``intervention``, a file with a steering vector.
         folder: made if it isn't there.
-        subject: loads the model, where something is left to sample.
-        crew: workers and threads of each.
+        team: the workers that have the model, where something is left to sample.
+        crew: how many of them, and threads of each.
 
     Raises:
         UserError: the folder holds other conversations, or a run without them.
@@ -154,10 +154,10 @@ def sample_arm(
         kept |= {name: there.record["identity"].get(name) for name in steered}
         if there.complete and without_folders(kept) == without_folders(wanted):
             return there
-    used, contexts = subject(), len(arm.conversations)
+    used, contexts = team(), len(arm.conversations)
     turns = f"{contexts} changed conversations, {contexts * len(settings.rows())} user turns"
     print(f"{turns}, {settings.model} on {used.device}, to {out}", file=sys.stderr)
-    plan = Plan(settings, out, used.files)
+    plan = Plan(settings, out, device=used.device)
     return collect(plan, used, Bar(), crew=crew, interventions=arm.interventions)
 
 

@@ -26,9 +26,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -43,6 +44,7 @@ from ia_mech.cli import (
     RUN,
     Parser,
     add_intervals,
+    add_ray,
     add_workers,
     expanded,
     nonblank,
@@ -80,7 +82,7 @@ from ia_mech.settings import Settings
 if TYPE_CHECKING:  # these load torch, for which --help doesn't wait
     from ia_mech.chat.format import ChatFormat
     from ia_mech.engine.score import Scored, Turn
-    from ia_mech.engine.workers import Crew
+    from ia_mech.engine.workers import Crew, Team
     from ia_mech.models.load import ModelFiles, ModelSpec, Subject
 
 
@@ -189,6 +191,7 @@ class Experiment(ABC):
         self.runs, self.args, self.folder = runs, args, folder
         self.notes: list[str] = []
         self.sampled: dict[str, Run] = {}
+        self._workers: dict[Path | None, tuple[Team, Callable]] = {}
 
     # -- what an experiment says ------------------------------------------------------------------
 
@@ -305,26 +308,26 @@ class Experiment(ABC):
             )
         return chat
 
-    @cached_property
-    def model(self) -> Model:
-        """The subject model, loaded and checked at first use."""
-        return model_of(self.subject, self.runs[0])
+    def run_for(self, unit: Any) -> Run:
+        """The run whose model measures a unit: the first, where runs are of one model."""
+        return self.runs[0]
 
-    @cached_property
-    def subject(self) -> "Subject":
-        """Its weights and tokenizer, loaded at first use."""
-        return subject_of(self.runs[0], self._place)
+    def workers(self, run: Run | None) -> "tuple[Team, Callable]":
+        """Those that have a run's model, loaded at first use, and what they do with a unit."""
+        from ia_mech.engine.workers import Team
 
-    def model_for(self, unit: Any) -> Model:
-        """The model that measures a unit: that of the first run, where runs are of one model."""
-        return self.model
+        place = run.path if run else None
+        if place not in self._workers:
+            team, chat = team_for(run, self._place, self.crew) if run else (Team(), None)
+            self._workers[place] = team, partial(measured, chat)
+        return self._workers[place]
 
     @property
     def crew(self) -> "Crew":
         """Workers, and threads of each, as the command asks for them."""
         from ia_mech.engine.workers import Crew
 
-        return Crew(self.args.workers, self.args.threads)
+        return Crew(self.args.workers, self.args.threads, getattr(self.args, "ray", None))
 
     @property
     def options(self) -> dict[str, Any]:
@@ -339,7 +342,7 @@ class Experiment(ABC):
     def sample(self, name: str, arm: Arm) -> Run:
         """The run of an arm, which is then among :attr:`sampled`."""
         first, place = self.runs[0], self.place(name)
-        found = sample_arm(first, self._spec, arm, place, lambda: self.subject, self.crew)
+        found = sample_arm(first, self._spec, arm, place, lambda: self.workers(first)[0], self.crew)
         self.sampled[name] = found
         return found
 
@@ -391,7 +394,7 @@ class Experiment(ABC):
         Raises:
             UserError: there is no unit.
         """
-        from ia_mech.engine.workers import compute_in_workers
+        from ia_mech.engine.workers import Team, compute_in_workers
 
         units = self._at_least_one(units)
         stored = {n: kept(self._parts, self._key(unit)) for n, unit in enumerate(units)}
@@ -399,9 +402,10 @@ class Experiment(ABC):
         todo = [n for n in range(len(units)) if n not in tables]
         if tables:
             print(f"{len(tables)} of {len(units)} units were measured before", file=sys.stderr)
-        models = {n: self.model_for(units[n]) if self.loads else None for n in todo}
-        on_cpu = all(not model or model.subject.device.type == "cpu" for model in models.values())
-        workers, threads = self.crew.for_items(len(units) if self.loads else 1, on_cpu=on_cpu)
+        those = {n: self.workers(self.run_for(units[n]) if self.loads else None) for n in todo}
+        for team in {team for team, _ in those.values()}:
+            team.spread(self.crew, len(units) if self.loads else 1)
+        team = those[todo[0]][0] if todo else Team()
         bar, total = Bar(), sum(unit.tokens for unit in units)
         bar.start(
             phase or f"measuring, {self.name}",
@@ -411,14 +415,14 @@ class Experiment(ABC):
         )
 
         def measure(n: int) -> pd.DataFrame:
-            return self._measured(models[n], units[n], bar)
+            return self._measured(*those[n], units[n], bar)
 
         def done(n: int, table: pd.DataFrame) -> None:
             keep(self._parts, self._key(units[n]), table)
             tables[n] = table
 
         try:
-            compute_in_workers(todo, measure, done, workers, threads)
+            compute_in_workers(todo, measure, done, team.most, team.threads, team.ready)
         finally:
             bar.stop()
         return pd.concat(
@@ -435,21 +439,22 @@ class Experiment(ABC):
             )
         return found
 
-    def _measured(self, model: Model | None, unit: Unit, progress: Progress) -> pd.DataFrame:
-        """The rows of a unit, measured now, in a worker."""
-        from ia_mech.engine.memory import Backoff, smaller_passes
+    def _measured(
+        self, team: "Team", task: Callable, unit: Unit, progress: Progress
+    ) -> pd.DataFrame:
+        """The rows of a unit, measured now, by a worker."""
+        from ia_mech.engine.memory import Backoff
 
         ticked = 0
 
         def tick(tokens: int) -> None:
             nonlocal ticked
             ticked += tokens
-            progress.advance(tokens)
+            progress.advance(tokens, team.devices().removeprefix(", "))
 
         def measured(size: int) -> pd.DataFrame:
             tick(-ticked)  # of a try that memory was too small for
-            with smaller_passes(SHARES // size):
-                return unit.rows(model and replace(model, on_tokens=tick))
+            return team.call(task, unit, SHARES // size, listener=SimpleNamespace(advance=tick))
 
         def shrank(size: int) -> None:
             progress.say(f"out of memory: passes of {named!r} hold 1/{SHARES // size} now")
@@ -529,7 +534,9 @@ class Experiment(ABC):
         written.add_argument("--out", type=path_of, metavar="FOLDER", help=where)
         written.add_argument("--full", action="store_true", help="print all tables and notes")
         written.add_argument("--dry-run", action="store_true", help="say what it takes, and stop")
-        add_workers(parser.add_argument_group("what computes"))
+        add_workers(computing := parser.add_argument_group("what computes"))
+        if cls.loads and not cls.several_models:
+            add_ray(computing)
         add_intervals(parser.add_argument_group("intervals"), seed="what is drawn")
         parser.set_defaults(command_line="")  # as it was given; empty where there was none
         return parser
@@ -680,14 +687,14 @@ def flag(
     parser.add_argument(name, type=kind, default=default, help=what.replace("%", "%%"), **more)
 
 
-def model_of(subject: "Subject", run: Run) -> Model:
-    """A model with the chat settings of a run, checked as before sampling."""
-    from ia_mech.collect.plan import build_chat, probe_ids
-    from ia_mech.engine.check import check_engine
+def measured(
+    chat: Any, subject: "Subject | None", unit: Unit, share: int, listener: Any
+) -> pd.DataFrame:
+    """The rows of a unit, in passes that hold one part in ``share`` of what they may."""
+    from ia_mech.engine.memory import smaller_passes
 
-    chat = build_chat(Settings.read(run.settings), subject.files)
-    check_engine(subject.model, probe_ids(chat))
-    return Model(subject, chat)
+    with smaller_passes(share):
+        return unit.rows(subject and Model(subject, chat, listener.advance))
 
 
 def spec_of(run: Run, place: str | None = None) -> "ModelSpec":
@@ -715,13 +722,17 @@ def _flag_named(spec: "ModelSpec", place: str | None) -> Iterator[None]:
         ) from error
 
 
-def subject_of(run: Run, place: str | None = None) -> "Subject":
-    """The model that a run was sampled from; ``place`` is as for :func:`spec_of`.
+def team_for(run: Run, place: str | None, crew: "Crew") -> "tuple[Team, ChatFormat]":
+    """Workers that have the model that a run was sampled from, checked as before sampling, and its
+    chat format; ``place`` is as for :func:`spec_of`.
 
     Raises:
         UserError: it can't be loaded, has other weights now, or was changed while it sampled.
     """
-    from ia_mech.models.load import load, remember
+    from ia_mech.collect.job import opened
+    from ia_mech.collect.plan import build_chat, probe_ids
+    from ia_mech.engine.cluster import team_of
+    from ia_mech.models.load import load_files, remember
 
     if run.settings["intervention"] is not None:
         raise UserError(
@@ -731,15 +742,17 @@ def subject_of(run: Run, place: str | None = None) -> "Subject":
         )
     spec = spec_of(run, place)
     with _flag_named(spec, place):
-        subject = load(spec)
-    if subject.weights_hash != run.model["weights_hash"]:
+        chat = build_chat(Settings.read(run.settings), load_files(spec))
+        team = team_of(spec, crew, Bar())
+        found = team.begin(opened, probe_ids(chat), team.device, False, False)
+    there, here = run.model["weights_hash"], found.about["weights_hash"]
+    if here != there:
         raise UserError(
-            f"{spec.name} has the weights {subject.weights_hash} now, {run.path} those of "
-            f"{run.model['weights_hash']}",
+            f"{spec.name} has the weights {here} now, {run.path} those of {there}",
             "give the place of the same weights with --model PATH, or sample the run again",
         )
-    remember(spec, subject.weights_hash)
-    return subject
+    remember(spec, here)
+    return team, chat
 
 
 @lru_cache
@@ -804,7 +817,7 @@ def command_line(parser: argparse.ArgumentParser, args: argparse.Namespace) -> s
     """The command as a result keeps it: all that may change the result, and no folders of this
     machine."""
     words = [run.name for run in args.runs]
-    silent = {"runs", "model", "out", "dry_run", "full", "workers", "threads"}
+    silent = {"runs", "model", "out", "dry_run", "full", "workers", "threads", "ray"}
     for name, value in vars(args).items():
         if name in silent or value == parser.get_default(name):
             continue

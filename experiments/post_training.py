@@ -25,7 +25,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +33,7 @@ import pandas as pd
 
 from experiments.arms import verdicts_of
 from experiments.control import arm_estimates
-from experiments.experiment import Conclusion, Experiment, Model, model_of, subject_of
+from experiments.experiment import Conclusion, Experiment, Model
 from experiments.figures import Bars, Drawing
 from experiments.outcome import (
     EXCESS,
@@ -64,6 +63,7 @@ from ia_mech.estimates import (
     holm_corrected,
 )
 from ia_mech.results import Table
+from ia_mech.run import Run
 from ia_mech.run.queries import Query
 
 if TYPE_CHECKING:  # these load torch
@@ -298,12 +298,8 @@ class Compare(Experiment):
                 made.append(ReadTurns(**vars(unit), weights=weights, written=tuple(written)))
         return made
 
-    @cached_property
-    def tuned_model(self) -> Model:
-        return model_of(subject_of(self.runs[1], self._place), self.runs[1])
-
-    def model_for(self, unit: Any) -> Model:
-        return self.model if unit.arm == BEFORE else self.tuned_model
+    def run_for(self, unit: Any) -> Run:
+        return self.runs[SIDES.index(unit.arm)]
 
     def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
         """Holm-corrected by quantity; all datasets together are a family of their own."""

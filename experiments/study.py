@@ -52,6 +52,7 @@ from experiments.outcome import EXCESS
 from experiments.tables import estimates_of, headline, print_plan
 from ia_mech.cli import (
     Parser,
+    add_ray,
     add_workers,
     nonblank,
     one_line,
@@ -169,11 +170,12 @@ def stages(args: argparse.Namespace) -> list[Stage]:
             ("learned vector", "experiments.learned_vector", [run, "--quick"], "learned-vector"),
         ):
             found.append(Stage(name, module, words, True, place))
-    for name, lacking in (("workers", ("judge", "rates", "probes")), ("threads", ("judge",))):
-        if (number := getattr(args, name)) is not None:
+    modelless = ("judge", "rates", "probes")
+    for name, lacking in (("workers", modelless), ("ray", modelless), ("threads", ("judge",))):
+        if (value := getattr(args, name)) is not None:
             for stage in found:
                 if stage.name.split()[0] not in lacking:
-                    stage.words.extend([f"--{name}", str(number)])
+                    stage.words.extend([f"--{name}", str(value)])
     return found
 
 
@@ -298,6 +300,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--out", path_of, None, "where all of it goes (default: cache/study-MODEL)", metavar="DIR")
     switch("--dry-run", help="say what is done, and stop")
     add_workers(parser)
+    add_ray(parser)
     return parser
 
 

@@ -6,6 +6,7 @@ import difflib
 import io
 import math
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -146,6 +147,27 @@ def add_workers(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> No
         "--workers", type=threads, metavar="N", help="computing at once (default: one per core)"
     )
     _add_threads(parser, "of each worker (default: the cores' share)")
+
+
+def add_ray(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """``--ray``, for commands whose workers may be on a cluster."""
+    parser.add_argument(
+        "--ray",
+        nargs="?",
+        const="local",
+        type=ray_address,
+        metavar="ADDRESS",
+        help="compute on a Ray cluster; without ADDRESS on this machine's devices (docs/scale.md)",
+    )
+
+
+def ray_address(text: str) -> str:
+    """Where a Ray cluster is, for argparse."""
+    if not re.fullmatch(r"local|auto|[\w.\-\[\]:]+:[0-9]+", text):
+        raise argparse.ArgumentTypeError(
+            f"{one_line(text, 40)!r} is not local, auto or HOST:PORT (give a run before --ray)"
+        )
+    return text
 
 
 def _add_threads(parser: argparse.ArgumentParser | argparse._ArgumentGroup, help: str) -> None:

@@ -14,6 +14,9 @@ class UserError(Exception):
         self.problem = problem
         self.remedy = remedy
 
+    def __reduce__(self) -> tuple:  # by its two texts, from another process
+        return type(self), (self.problem, self.remedy)
+
 
 _NO_MEMORY = (
     "out of memory",

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ia_mech.engine.blocks import find_final_norm
 from ia_mech.engine.state import Prefix, prefill
+from ia_mech.engine.workers import Team
 from ia_mech.errors import UserError
 from ia_mech.models.embedded import models_dir
 from ia_mech.models.load import Subject, text_config, whole_weight
@@ -132,20 +133,31 @@ def lens_file(weights_hash: str) -> Path:
     return models_dir() / weights_hash / "lens.safetensors"
 
 
-def save_lens(subject: Subject, ids: list[int]) -> str | None:
+def save_lens(team: Team, weights_hash: str, ids: list[int]) -> str | None:
     """Write a model's lens unless it is there already.
 
-    The formula is read off the model's modules and then compared with the model itself on a short
-    context. A lens that doesn't reproduce the model's logits isn't written.
-
     Args:
+        team: the workers that have the model.
         ids: token ids of real text; a few dozen are enough.
 
     Returns:
         Why no lens could be written, or None.
     """
-    if _is_whole(subject.weights_hash):
+    if _is_whole(weights_hash):
         return None
+    found = team.call(read_lens, ids)
+    if isinstance(found, str):
+        return found
+    found.save(weights_hash)
+    return None
+
+
+def read_lens(subject: Subject, ids: list[int], _: Any = None) -> Lens | str:
+    """The lens of a model, or why there is none.
+
+    The formula is read off the model's modules and then compared with the model itself on a short
+    context. A lens that doesn't reproduce the model's logits isn't given.
+    """
     lens = _lens_of(subject.model)
     if lens is None:
         return "its final norm is of an unknown kind"
@@ -157,8 +169,7 @@ def save_lens(subject: Subject, ids: list[int]) -> str | None:
     allowed = max(TOLERANCE, 8 * torch.finfo(subject.model.dtype).eps) * largest
     if not error <= allowed:
         return f"final norm and unembedding miss the model's logits by {error:.2g}"
-    lens.save(subject.weights_hash)
-    return None
+    return lens
 
 
 def _is_whole(weights_hash: str) -> bool:

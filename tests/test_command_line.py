@@ -177,7 +177,7 @@ def test_what_needs_no_model_is_checked_before_anything_is_fetched(
 
 
 def test_what_needs_no_weights_is_checked_before_they_are_loaded(refused, monkeypatch):
-    monkeypatch.setattr("ia_mech.collect.job.load", None)
+    monkeypatch.setattr("ia_mech.collect.job.team_of", None)
     refused("--positions", "nowhere")
 
 

@@ -361,7 +361,8 @@ class Again(Count):
         return {"same": Arm(conversations_of(self.runs[0].contexts))}
 
     def rows(self):
-        assert self.model.subject.weights_hash == self.runs[0].model["weights_hash"]
+        (subject,) = (self.workers(run)[0].subject for run in self.runs)
+        assert subject.weights_hash == self.runs[0].model["weights_hash"]
         return super().rows()
 
 

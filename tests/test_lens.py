@@ -8,6 +8,7 @@ from runs import sampled
 
 from ia_mech.engine.installed import install
 from ia_mech.engine.state import Prefix, prefill
+from ia_mech.engine.workers import Team
 from ia_mech.errors import UserError
 from ia_mech.lens import Lens, lens_file, save_lens
 from ia_mech.models.bridge import activation_cache, hook_name, hook_tensors
@@ -19,11 +20,15 @@ def subject(model) -> Subject:
     return Subject(ModelSpec(name="tiny"), model, None, weights_hash(model))
 
 
+def saved(about: Subject, ids: list[int]) -> str | None:
+    return save_lens(Team(about), about.weights_hash, ids)
+
+
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
 def test_the_lens_of_the_last_layer_gives_the_models_logits(architecture, tmp_path, monkeypatch):
     monkeypatch.setenv("IA_MECH_CACHE", str(tmp_path))
     about = subject(tiny.model(architecture))
-    assert save_lens(about, tiny.prompt(9, seed=0)) is None
+    assert saved(about, tiny.prompt(9, seed=0)) is None
     lens = Lens.load(about.weights_hash)
     prefix = Prefix(tiny.prompt(20, seed=1), (3, 19))
     result = prefill(about.model, [prefix])
@@ -45,7 +50,7 @@ def test_softcap_and_scaling_are_part_of_the_lens(tmp_path, monkeypatch):
         model = transformers.AutoModelForCausalLM.from_config(config).eval()
         install(model)
         about = subject(model)
-        assert save_lens(about, tiny.prompt(9, seed=0)) is None
+        assert saved(about, tiny.prompt(9, seed=0)) is None
         ids = tiny.prompt(12, seed=1)
         result = prefill(model, [Prefix(ids, (11,))])
         logits = Lens.load(about.weights_hash).logits(result.residuals[0, -1])
@@ -63,7 +68,7 @@ def test_a_lens_that_misses_the_models_logits_is_not_written(tmp_path, monkeypat
         return output
 
     monkeypatch.setattr(about.model, "forward", shifted)
-    assert "miss the model's logits by 1" in save_lens(about, tiny.prompt(9, seed=0))
+    assert "miss the model's logits by 1" in saved(about, tiny.prompt(9, seed=0))
     assert not lens_file(about.weights_hash).exists()
     with pytest.raises(UserError, match="no lens for the model"):
         Lens.load(about.weights_hash)
@@ -86,7 +91,7 @@ DAMAGES = {
 def test_a_damaged_lens_or_one_of_other_weights_is_refused_and_written_anew(tmp_path, monkeypatch):
     monkeypatch.setenv("IA_MECH_CACHE", str(tmp_path))
     about = subject(tiny.model("llama"))
-    assert save_lens(about, tiny.prompt(9, seed=0)) is None
+    assert saved(about, tiny.prompt(9, seed=0)) is None
     file = lens_file(about.weights_hash)
     whole = file.read_bytes()
     for damage in DAMAGES.values():
@@ -94,7 +99,7 @@ def test_a_damaged_lens_or_one_of_other_weights_is_refused_and_written_anew(tmp_
         assert file.read_bytes() != whole
         with pytest.raises(UserError, match=f"{file} is damaged .*; remove it and sample"):
             Lens.load(about.weights_hash)
-        assert save_lens(about, tiny.prompt(9, seed=0)) is None
+        assert saved(about, tiny.prompt(9, seed=0)) is None
         assert file.read_bytes() == whole
     other = lens_file("other")
     other.parent.mkdir()

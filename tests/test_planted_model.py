@@ -18,6 +18,7 @@ from scipy.special import log_softmax
 from test_temperature_sweep import judged, sweep_of
 
 from experiments.first_token import GREEDY
+from ia_mech.engine.workers import Team
 from ia_mech.lens import save_lens
 from ia_mech.models.load import ModelSpec, Subject, weights_hash
 from ia_mech.run import Run
@@ -76,7 +77,10 @@ def run(planted, tmp_path_factory) -> Run:
     folder = tmp_path_factory.mktemp("planted")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("IA_MECH_CACHE", str(folder))
-        assert save_lens(planted.subject, list(range(3, 30))) is None
+        assert (
+            save_lens(Team(planted.subject), planted.subject.weights_hash, list(range(3, 30)))
+            is None
+        )
         data = scored.dataset(folder / "chats.jsonl")
         settings = Settings(
             dataset=data, limit=None, temperatures=(0.5, 1.0), samples=SAMPLES, max_new_tokens=5

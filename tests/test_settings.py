@@ -32,7 +32,7 @@ def made(monkeypatch) -> list[tuple]:
         calls.append((*plan, shard, crew))
         return SimpleNamespace(complete=True)
 
-    monkeypatch.setattr(command, "_planned", lambda settings, out, _: (settings, out))
+    monkeypatch.setattr(command, "_planned", lambda settings, out, *_: (settings, out))
     monkeypatch.setitem(sys.modules, "ia_mech.collect.job", SimpleNamespace(make_run=make_run))
     shown = SimpleNamespace(print_run=lambda run, full: None, print_shard=None)
     monkeypatch.setitem(sys.modules, "ia_mech.collect.summary", shown)
@@ -66,7 +66,7 @@ def test_the_command_the_function_and_the_record_of_a_run_read_values_alike(made
     ia_mech.sample(**given)
     (first, out, shard, crew), second = made
     assert second == (first, out, shard, crew)
-    assert out == first.folder() and (shard, crew) == ((1, 1), (None, None))
+    assert out == first.folder() and (shard, crew) == ((1, 1), (None, None, None))
     assert (first.limit, first.temperatures, first.header_logits) == (None, (0.5, 1.0, 1.3), "none")
     kept = json.loads(json.dumps(first.to_dict()))
     assert Settings.read(kept) == first
@@ -98,10 +98,11 @@ def test_the_settings_chat_template_is_used_whoever_loaded_the_model(tiny_subjec
 
 
 def test_arguments_of_the_command_that_are_no_settings(made, tmp_path):
-    words = ["--shard", "2/3", "--workers", "2", "--threads", "1"]
+    words = ["--shard", "2/3", "--workers", "2", "--threads", "1", "--ray"]
     assert main(["--out", str(tmp_path / "a"), *words]) == 0
-    ia_mech.sample(tmp_path / "a", shard="2/3", workers=2, threads=1, progress=Bar())
-    assert made == 2 * [(Settings(), tmp_path / "a", (2, 3), (2, 1))]
+    given = {"shard": "2/3", "workers": 2, "threads": 1, "ray": "local"}
+    ia_mech.sample(tmp_path / "a", **given, progress=Bar())
+    assert made == 2 * [(Settings(), tmp_path / "a", (2, 3), (2, 1, "local"))]
 
 
 def test_none_is_the_default_and_some_defaults_depend_on_other_settings():

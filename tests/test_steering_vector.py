@@ -12,12 +12,13 @@ from runs import sampled
 from safetensors.torch import save_file
 from test_intervene import by_plain_hooks, hooks_of, vectors
 
-from experiments.experiment import subject_of
+from experiments.experiment import team_for
 from ia_mech.engine.decode import Row, decode
 from ia_mech.engine.intervene import Add, ProjectOut, at_tokens
 from ia_mech.engine.sampling import stream_key
 from ia_mech.engine.score import Turn, score
 from ia_mech.engine.state import Prefix, prefill
+from ia_mech.engine.workers import ANY
 from ia_mech.errors import UserError
 from ia_mech.rates.load import open_runs
 from ia_mech.settings import Settings
@@ -200,7 +201,7 @@ def test_a_run_is_sampled_scored_and_captured_under_a_vector(configs, tiny_subje
         == SteeringVector.load(made["steered"].intervention or "").sha256
     )
     with pytest.raises(UserError, match="scored again, its turns would be those of another model"):
-        subject_of(runs["steered"])
+        team_for(runs["steered"], None, ANY)
     with pytest.raises(UserError, match="were not sampled under the same intervention; give each"):
         open_runs([runs["plain"], runs["steered"]])
     assert f"steered: {SteeringVector.load(made['steered'].intervention or '')}" in progress.lines

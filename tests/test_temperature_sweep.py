@@ -34,6 +34,7 @@ from experiments.temperature_sweep import (
     leaving_point,
     main,
 )
+from ia_mech.engine.workers import Team
 from ia_mech.judge.judging import items_of
 from ia_mech.judge.rubric import ASSESSED, FOLLOW_UP
 from ia_mech.lens import lens_file, save_lens
@@ -174,7 +175,7 @@ def cache(tiny_subject, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("cache")
         patch.setenv("IA_MECH_CACHE", str(folder))
-        assert save_lens(tiny_subject, list(range(3, 30))) is None
+        assert save_lens(Team(tiny_subject), tiny_subject.weights_hash, list(range(3, 30))) is None
         yield folder
 
 

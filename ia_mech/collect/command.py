@@ -93,6 +93,7 @@ def build_parser() -> Parser:
         help="parts computed at once (default: one per core)",
     )
     add("--threads", type=cli.threads, metavar="N", help="of each worker (default: as begun, or 1)")
+    cli.add_ray(groups[RUN])
     add("--full", action="store_true", help="print all tables, that of real follow-ups too")
     add(
         "--shard",
@@ -124,7 +125,7 @@ def main(argv: list[str] | None = None) -> int:
         settings = settings_of(args)
         out = out or settings.folder()
         bar = Bar()
-        plan = _planned(settings, out, bar)
+        plan = _planned(settings, out, bar, args.ray)
         if args.dry_run:
             from ia_mech.collect.summary import print_plan
 
@@ -134,7 +135,7 @@ def main(argv: list[str] | None = None) -> int:
         from ia_mech.collect.summary import print_run, print_shard
         from ia_mech.engine.workers import Crew
 
-        crew = Crew(args.workers, args.threads)
+        crew = Crew(args.workers, args.threads, args.ray)
         run = make_run(plan, bar, shard=args.shard, crew=crew)
         if run.complete:
             print_run(run, args.full)
@@ -150,7 +151,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
     return Settings.read({k: v for k, v in vars(args).items() if k in names})
 
 
-def _planned(settings: Settings, out: Path, progress: Progress) -> "Plan":
+def _planned(settings: Settings, out: Path, progress: Progress, ray: str | None) -> "Plan":
     """The plan of a run. What can be refused before torch is loaded, which takes seconds, is
     refused first."""
     refuse_missing_model(settings.model)
@@ -163,8 +164,9 @@ def _planned(settings: Settings, out: Path, progress: Progress) -> "Plan":
     source = settings.conversations()
     progress.say(f"loading {one_line(settings.model)} …")  # a busy machine imports for a minute
     from ia_mech.collect.plan import Plan
+    from ia_mech.engine.cluster import device_of
 
-    return Plan(settings, out, source=source)
+    return Plan(settings, out, source=source, device=device_of(settings.device, ray))
 
 
 def sample(
@@ -174,6 +176,7 @@ def sample(
     shard: str | None = None,
     workers: int | None = None,
     threads: int | None = None,
+    ray: str | None = None,
     **settings: Any,
 ) -> Run:
     """Make a run, or go on with it: ``ia-mech sample`` as a function.
@@ -184,6 +187,7 @@ def sample(
         shard: ``"2/4"`` makes the second of four shares of the run.
         workers: that compute parts at once; None for one per core. Rows don't depend on it.
         threads: of each worker; None for as many as the run was begun with, or the cores' share.
+        ray: the address of a Ray cluster whose devices compute; ``"local"`` is this machine.
         settings: the command's flags with underscores, and their values: ``limit=6``,
             ``dataset="chats.jsonl"``, ``temperatures=[0.7, 1.0]``. ``dataset`` may also be rows: a
             list of dicts, a pandas DataFrame or a ``datasets.Dataset``. None is the default, but
@@ -203,11 +207,12 @@ def sample(
     crew = {name: _argument(name, number, cli.threads) for name, number in asked.items()}
 
     shown = progress or Bar()
-    plan = _planned(chosen, folder, shown)
+    at = _argument("ray", ray, cli.ray_address)
+    plan = _planned(chosen, folder, shown, at)
     from ia_mech.collect.job import make_run
     from ia_mech.engine.workers import Crew
 
-    return make_run(plan, shown, shard=share, crew=Crew(**crew))
+    return make_run(plan, shown, shard=share, crew=Crew(**crew, ray=at))
 
 
 def _argument(name: str, value: Any, parse: Callable[[str], Any]) -> Any:

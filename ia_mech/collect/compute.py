@@ -4,16 +4,18 @@ The main thread prepares what goes in and writes what comes out. Only the batche
 responses are kept by the worker itself, so that an interruption costs one batch and not the part.
 """
 
-from collections.abc import Callable, Sequence
+import copy
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from ia_mech.chat.format import ChatFormat
 from ia_mech.chat.thoughts import Response
 from ia_mech.collect.parts import QUEUE
-from ia_mech.collect.plan import Plan
 from ia_mech.collect.progress import PartProgress
 from ia_mech.collect.rows import ContextResult, PreparedContext
 from ia_mech.engine.decode import Decoded, Row, decode
@@ -57,14 +59,35 @@ class Drawn:
         return "thought" if self.said.within_thought else self.ended
 
 
+class Recipe:
+    """What workers know of a plan, and what they do, as a team takes it."""
+
+    def __init__(self, settings: Settings, chat: ChatFormat, positions: Sequence[str]) -> None:
+        self.settings, self.chat, self.positions = settings, chat, positions
+        # Read with by one thread at a time: a tokenizer that two threads use may refuse to.
+        self._own, self._alone = copy.deepcopy(chat), threading.Lock()
+
+    def __reduce__(self) -> tuple:
+        return Recipe, (self.settings, self.chat, self.positions)
+
+    def respond(self, subject: Subject, *what: Any) -> list[list[Drawn]]:
+        return Computation(subject, self).respond(*what)
+
+    def contexts(self, subject: Subject, *what: Any) -> list[ContextResult]:
+        return Computation(subject, self).contexts(*what)
+
+    def read(self, ids: Sequence[int], prompt: Sequence[int]) -> Response:
+        """A response, from its ids and its prompt's, in any thread."""
+        with self._alone:
+            return self._own.parse_response(ids, prompt)
+
+
 @dataclass(frozen=True)
 class Computation:
-    """How a run computes. ``read`` gives a response's text, from its ids and its prompt's; several
-    workers may call it at once."""
+    """How a run computes with a model."""
 
     subject: Subject
-    plan: Plan
-    read: Callable[[Sequence[int], Sequence[int]], Response]
+    plan: Recipe
 
     @property
     def settings(self) -> Settings:
@@ -76,9 +99,8 @@ class Computation:
         queries: Sequence[Query],
         limit: int,
         waiting: int,
+        kept: Sequence[Batch],
         work: PartProgress,
-        kept: Sequence[Batch] = (),
-        keep: Callable[[list[Batch]], None] = lambda _: None,
     ) -> list[list[Drawn]]:
         """Draw responses to queries until each has what it wants: at most ``limit`` at a time,
         while the prompts of ``waiting`` times as many are held.
@@ -89,7 +111,7 @@ class Computation:
         Args:
             kept: the batches that an interrupted call with the same arguments has finished. They
                 are not drawn again; the batches after them are the same as without interruption.
-            keep: is given the batches that are finished, before the next one is begun.
+            work: is told what is done. Before a batch is begun, it is given all finished ones.
 
         Returns:
             All draws of each query.
@@ -112,16 +134,16 @@ class Computation:
                     work.decoded(0, len(some), spared)
                 else:
                     if len(batches) > len(kept):
-                        keep(batches)
+                        work.keep([*batches])
                     rows = self._respond_together(some, limit, work)
                     batch = [(row.token_ids.tolist(), row.finish_reason) for row in rows]
                 batches.append(batch)
                 cut = sum(ended in layout.UNFINISHED for _, ended in batch)
-                work.phase.responded(len(batch), cut)
+                work.responded(len(batch), cut)
                 for (number, _), (ids, ended) in zip(
                     wanted[start : start + held], batch, strict=True
                 ):
-                    one = Drawn(ids, ended, self.read(ids, queries[number].prompt))
+                    one = Drawn(ids, ended, self.plan.read(ids, queries[number].prompt))
                     drawn[number].append(self._taken(one, queries[number].orders, drawn[number]))
             again = True
         for query, own in zip(queries, drawn, strict=True):

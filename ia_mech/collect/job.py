@@ -7,20 +7,19 @@ every context is prefilled once, and that one pass feeds the captured residual s
 logits, all sampled rows and the scores of real follow-ups.
 """
 
-import copy
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import groupby
+from typing import NamedTuple
 
+import torch
 from safetensors import SafetensorError
 
-from ia_mech.chat.format import ChatContext, ChatFormat
-from ia_mech.chat.thoughts import Response
+from ia_mech.chat.format import ChatContext
 from ia_mech.cli import one_line
-from ia_mech.collect.compute import DRAWS, Computation, Drawn, Query
+from ia_mech.collect.compute import DRAWS, Drawn, Query, Recipe
 from ia_mech.collect.cost import check_disk, run_bytes
 from ia_mech.collect.machine import machine, machine_changes
 from ia_mech.collect.memory import Memory
@@ -31,14 +30,15 @@ from ia_mech.collect.rows import ContextResult, PreparedContext, tables
 from ia_mech.data.conversations import Conversation
 from ia_mech.display import Progress
 from ia_mech.engine.check import check_engine
+from ia_mech.engine.cluster import team_of
 from ia_mech.engine.intervene import Intervention
-from ia_mech.engine.memory import Backoff, footprint, part_bytes
+from ia_mech.engine.memory import Backoff, Footprint, footprint, part_bytes
 from ia_mech.engine.shared import Engine
 from ia_mech.engine.splice import Foreign
-from ia_mech.engine.workers import ANY, Crew, compute_in_workers, usable_cores
+from ia_mech.engine.workers import ANY, Crew, Team, compute_in_workers, usable_cores
 from ia_mech.errors import UserError, exhaustion
 from ia_mech.lens import save_lens
-from ia_mech.models.load import Subject, load, remember
+from ia_mech.models.load import Subject, remember
 from ia_mech.run import Run, RunWriter
 from ia_mech.run.integrity import without_folders
 from ia_mech.run.reader import UNANSWERED
@@ -54,11 +54,12 @@ def make_run(plan: Plan, progress: Progress, *, shard: Shard = WHOLE, crew: Crew
     settings = plan.settings
     if plan.data.text:
         progress.say(f"{one_line(settings.dataset)}: {plan.data.text}")
-    subject = load(settings.model_spec)
-    run = collect(plan, subject, progress, shard=shard, crew=crew)
+    team = team_of(settings.model_spec, crew, progress)
+    run = collect(plan, team, progress, shard=shard, crew=crew)
     if run.counts["contexts"]:
+        ids = run.contexts["token_ids"].iloc[0].tolist()[:64]
         try:
-            problem = save_lens(subject, run.contexts["token_ids"].iloc[0].tolist()[:64])
+            problem = save_lens(team, run.model["weights_hash"], ids)
         except (OSError, SafetensorError, RuntimeError) as error:  # the run is whole without it
             problem = str(error)
         if problem:
@@ -66,9 +67,33 @@ def make_run(plan: Plan, progress: Progress, *, shard: Shard = WHOLE, crew: Crew
     return run
 
 
+class Opened(NamedTuple):
+    """What is known of a model where it is loaded."""
+
+    about: dict  # what run.json records of it
+    engine: Engine
+    size: Footprint
+    itemsize: int  # bytes of a number
+    room: int  # bytes that a part may take there
+    machine: dict
+    cores: int
+
+
+def opened(
+    subject: Subject, ids: Sequence[int], device: torch.device, ignore: bool, everywhere: bool
+) -> Opened:
+    """Check a loaded model with ids, and say what is known of it then. ``ignore``: go on if the
+    check fails; ``everywhere``: the weights are distributed over all GPUs."""
+    engine = check_engine(subject.model, ids, ignore=ignore)
+    size, itemsize = footprint(subject.model), subject.model.dtype.itemsize
+    room = part_bytes(device, size.weights, everywhere)
+    about, here = subject.describe(), machine(subject)
+    return Opened(about, engine, size, itemsize, room, here, usable_cores())
+
+
 def collect(
     plan: Plan,
-    subject: Subject,
+    subject: Subject | Team,
     progress: Progress,
     *,
     shard: Shard = WHOLE,
@@ -78,6 +103,7 @@ def collect(
     """Make a run, or go on with it if the folder holds one of the same plan.
 
     Args:
+        subject: the model, or the workers that have it.
         crew: how many workers compute at once, on which no row depends, and how many threads each
             has, which changes rounding. Without a wish, a worker has as many threads as the run was
             begun with, but no more than there are cores.
@@ -89,32 +115,32 @@ def collect(
         UserError: anything wrong with model, folder or disk; nothing is written then that a later
             call wouldn't use.
     """
-    model, settings, out = subject.model, plan.settings, plan.out
+    settings, out, parts = plan.settings, plan.out, len(plan.parts.contexts)
+    team = Team(subject) if isinstance(subject, Subject) else subject
+    how = settings.ignore_check, settings.device_map is not None
+    found = team.begin(opened, probe_ids(plan.chat), plan.device, *how)
+    on_cpu, there = team.device.type == "cpu", (found.cores, 0)
     if plan.vector is not None:
-        plan.vector.check_weights(subject.weights_hash)
-    engine = check_engine(model, probe_ids(plan.chat), ignore=settings.ignore_check)
-    size = footprint(model)
-    room = part_bytes(plan.device, size.weights, settings.device_map is not None)
-    weights = {"model": subject.describe(), "engine": engine.name}
-    parts, on_cpu = len(plan.parts.contexts), subject.device.type == "cpu"
+        plan.vector.check_weights(found.about["weights_hash"])
+    weights = {"model": found.about, "engine": found.engine.name}
     record = plan.record | {
         "identity": without_folders(plan.identity | weights),
-        "part_room": room,
-        "footprint": asdict(size),
-        "threads": crew.for_items(parts, on_cpu=on_cpu)[1],
+        "part_room": found.room,
+        "footprint": asdict(found.size),
+        "threads": crew.for_items(parts, on_cpu=on_cpu, machine=there)[1],
     }
     mine = plan.parts.of_shard(shard)
     try:
-        check_disk(run_bytes(plan, mine, model.dtype.itemsize), out)
+        check_disk(run_bytes(plan, mine, found.itemsize), out)
         with RunWriter(out, record, flag_of) as writer:
-            memory = Memory(plan, size, writer.record["part_room"])
-            threads = crew.threads or min(writer.record["threads"], usable_cores())
+            memory = Memory(plan, found.size, writer.record["part_room"])
+            threads = crew.threads or min(writer.record["threads"], found.cores)
             for note in plan.data.notes:
                 progress.say(f"note: {note}")
-            remember(settings.model_spec, subject.weights_hash)
-            job = _Job(plan, subject, memory, mine, writer, progress, interventions)
-            counts = Crew(crew.workers, threads).for_items(parts, memory.part_bytes, on_cpu)
-            job.work(engine, shard, *counts)
+            remember(settings.model_spec, found.about["weights_hash"])
+            team.spread(Crew(crew.workers, threads), parts, memory.part_bytes)
+            job = _Job(plan, team, memory, mine, writer, progress, interventions)
+            job.work(found, shard, threads)
     except BrokenPipeError:  # of the progress, not of the run
         raise
     except OSError as error:
@@ -127,24 +153,12 @@ def collect(
     return Run.open(out)
 
 
-def _reader(chat: ChatFormat) -> Callable[[Sequence[int], Sequence[int]], Response]:
-    """Reads a response's ids in any thread: with a tokenizer of its own, one thread at a time,
-    since one that is used by two threads may refuse to."""
-    own, alone = copy.deepcopy(chat), threading.Lock()
-
-    def read(ids: Sequence[int], prompt: Sequence[int]) -> Response:
-        with alone:
-            return own.parse_response(ids, prompt)
-
-    return read
-
-
 @dataclass
 class _Job:
     """The work of one process on one run: parts are prepared, computed by workers, and written."""
 
     plan: Plan
-    subject: Subject
+    team: Team
     memory: Memory
     parts: Parts
     writer: RunWriter
@@ -153,15 +167,16 @@ class _Job:
 
     def __post_init__(self) -> None:
         self.settings = self.plan.settings
-        self.computation = Computation(self.subject, self.plan, _reader(self.plan.chat))
+        # Without its data, which workers are given in parts.
+        settings = replace(self.settings, dataset="builtin")
+        self.recipe = Recipe(settings, self.plan.chat, self.plan.positions)
 
-    def work(self, engine: Engine, shard: Shard, workers: int, threads: int) -> None:
-        """Compute and write what isn't there yet, with so many workers of so many threads."""
-        self.workers, self.threads = workers, threads
+    def work(self, found: Opened, shard: Shard, threads: int) -> None:
+        """Compute and write what isn't there yet, with workers of so many threads."""
         responses = self._todo("responses", self.parts.responses)
         contexts = self._todo("contexts", self.parts.contexts)
         if responses or contexts:
-            self._begin_session(engine, shard)
+            self._begin_session(found, shard, threads)
             try:
                 if responses:
                     self._write_responses(responses)
@@ -185,15 +200,15 @@ class _Job:
         done = self.writer.finished_parts(kind)
         return [name for name in parts if name not in done]
 
-    def _begin_session(self, engine: Engine, shard: Shard) -> None:
-        here, say = machine(self.subject, self.threads), self.progress.say
+    def _begin_session(self, found: Opened, shard: Shard, threads: int) -> None:
+        here, say = {"threads": threads} | found.machine, self.progress.say
         for before in Run(self.writer.path).sessions[-1:]:
             if changed := machine_changes(before, here):
                 say(
                     f"note: {changed} since this run was last worked on; turns written now may "
                     "round differently"
                 )
-        about = self.subject.describe()
+        about, engine = found.about, found.engine
         say(
             f"{self.settings.model}: {about['layers']} layers, d_model {about['d_model']}, "
             f"{about['dtype']} on {about['device']}, weights {about['weights_hash']}"
@@ -207,7 +222,7 @@ class _Job:
         if engine.ignored:
             say(f"note: ignored check: {engine.ignored}")
             here["ignored_check"] = engine.ignored
-        self.writer.start_session(here | {"shard": list(shard), "workers": self.workers})
+        self.writer.start_session(here | {"shard": list(shard), "workers": self.team.ready()})
 
     def _compute_parts(
         self,
@@ -255,11 +270,13 @@ class _Job:
             write(name, prepared, results, limit if limit < most else None)
             begun.end()
 
+        work.devices = self.team.devices
         left, waiting = list(parts), False
         while left:
             mine = (name for name in left if self.writer.claim(kind, name))
             items = ((name, prepare(name)) for name in mine)
-            compute_in_workers(items, computed, finished, self.workers, self.threads)
+            team = self.team
+            compute_in_workers(items, computed, finished, team.most, team.threads, team.ready)
             done = self.writer.finished_parts(kind)
             work.pass_over([name for name in left if name in done])
             left = [name for name in left if name not in done]
@@ -286,14 +303,10 @@ class _Job:
         def compute(
             name: str, some: list[Query], limit: int, begun: PartProgress
         ) -> list[list[Drawn]]:
-            return self.computation.respond(
-                some,
-                limit,
-                self.memory.waiting,
-                begun,
-                self.writer.kept_batches(name, limit),
-                partial(self.writer.keep_batches, name, limit),
-            )
+            begun.keep = partial(self.writer.keep_batches, name, limit)
+            kept = self.writer.kept_batches(name, limit)
+            what = some, limit, self.memory.waiting, kept
+            return self.team.call(self.recipe.respond, *what, listener=begun)
 
         each = self.settings.responses
         prepare, write = queries.__getitem__, self._write_response_part
@@ -363,7 +376,7 @@ class _Job:
         def compute(
             _: str, some: list[PreparedContext], limit: int, begun: PartProgress
         ) -> list[ContextResult]:
-            return self.computation.contexts(some, limit, begun)
+            return self.team.call(self.recipe.contexts, some, limit, listener=begun)
 
         self._compute_parts("contexts", work, todo, each, prepare, compute, write)
 

@@ -14,14 +14,13 @@ from ia_mech.models.load import Subject
 KERNELS = ("flash-linear-attention", "causal-conv1d", "kernels", "flash-attn")
 
 
-def machine(subject: Subject, threads: int) -> dict:
-    """The facts of this machine, the threads of a worker among them."""
+def machine(subject: Subject) -> dict:
+    """The facts of this machine, but for the threads of a worker."""
     on_gpu = subject.device.type == "cuda"
     return {
         "machine": platform.machine(),
         "device": torch.cuda.get_device_name(subject.device) if on_gpu else platform.processor(),
         "cpus": os.cpu_count(),
-        "threads": threads,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "weights": weights.describe(subject.model),
         "kernels": {name: version_of(name) for name in KERNELS},

@@ -60,7 +60,8 @@ class PlannedContext:
 class Plan:
     """The plan of a run. All shards of a run make the same.
 
-    ``files`` of the model and the ``source`` of conversations are opened here if they aren't given.
+    ``files`` of the model and the ``source`` of conversations are opened here if they aren't given;
+    the ``device`` is the one of this machine that is set, unless it is elsewhere.
 
     Attributes:
         settings: with their ``batch_rows``, the most rows that are decoded together.
@@ -84,8 +85,9 @@ class Plan:
         out: Path,
         files: ModelFiles | None = None,
         source: ConversationSource | None = None,
+        device: torch.device | None = None,
     ) -> None:
-        self.out, self.device = out, resolve_device(settings.device)
+        self.out, self.device = out, device or resolve_device(settings.device)
         self.batch_rows = settings.batch_rows or BATCH_ROWS[self.device.type]
         self.settings = replace(settings, batch_rows=self.batch_rows)
         self.source = source or settings.conversations()

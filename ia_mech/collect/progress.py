@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from ia_mech.display import Progress
 
@@ -44,6 +44,7 @@ class PhaseProgress:
         self._allowance, self._draws, self._written, self._unfinished = allowance, draws, 0, 0
         self._warned = draws == 1  # unfinished responses are wanted, too
         self._begun, self._reporting = time.monotonic(), threading.Lock()
+        self.devices: Callable[[], str] = str  # says how many compute, where there may be several
         progress.start(phase, total, done=total - tokens, unit="")
 
     def begin(self, name: str) -> "PartProgress":
@@ -86,14 +87,17 @@ class PhaseProgress:
             note += f"{self._again} drawn again, {doing}" if self._again else doing
             if self._drawn:
                 note += f", {self._drawn / (time.monotonic() - self._begun):.0f} tokens/s"
-            self._progress.advance(tokens, note)
+            self._progress.advance(tokens, note + self.devices())
 
 
 class PartProgress:
-    """What one worker has done of a part of a ``phase``."""
+    """What one worker has done of a part of a ``phase``; ``keep`` takes the batches that it has
+    finished, where those of an interrupted part are kept."""
 
     def __init__(self, phase: PhaseProgress, tokens: int) -> None:
         self.phase, self._left, self._again = phase, tokens, False
+        self.keep: Callable[[list], None] = lambda batches: None
+        self.responded = phase.responded
 
     def prefilled(self, tokens: int) -> None:
         """So many tokens of contexts were prefilled."""

@@ -4,6 +4,9 @@ PyTorch's kernels let go of the interpreter's lock, so two workers with one comp
 two cores busy and never wait at a barrier; one worker with two compute threads waits hundreds of
 times in every pass, for the slower of the two. Only tensors and ids are a worker's business: what
 it computed is handed to the main thread, which alone touches texts, files and the terminal.
+
+What a worker does crosses to it as data, for the model may be in another process (``cluster.py``):
+a function by name, what it is given besides the model, and a listener, which it tells what it does.
 """
 
 import contextlib
@@ -13,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import joblib
 import psutil
@@ -81,29 +84,74 @@ def _group_memory(folder: Path, limit: str, used: str, cached: str) -> Memory | 
 
 
 class Crew(NamedTuple):
-    """How many workers, and how many compute threads each; None leaves it to :meth:`for_items`."""
+    """How many workers, how many compute threads each (None leaves it to :meth:`for_items`), and
+    where they are."""
 
     workers: int | None = None
     threads: int | None = None
+    ray: str | None = None  # the address of a cluster; None: threads of this process
 
-    def for_items(self, items: int, item_bytes: int = 0, on_cpu: bool = True) -> tuple[int, int]:
+    def for_items(
+        self,
+        items: int,
+        item_bytes: int = 0,
+        on_cpu: bool = True,
+        machine: tuple[int, int] | None = None,
+    ) -> tuple[int, int]:
         """The number of workers, and of threads each, for so many items.
 
         By default there is one worker per core, but no more than :data:`MOST_WORKERS`, one per
         item, and as many as free memory has room for their items. Threads change rounding, so their
         default depends on cores and items alone: if there are fewer items than cores, each worker
-        gets its share of the cores. A GPU has one worker.
+        gets its share of the cores. A GPU has one worker. ``machine`` is the cores and the free
+        bytes of memory of another machine.
         """
-        cores, items = usable_cores(), max(1, items)
+        cores, free = machine or (usable_cores(), usable_memory().free)
+        items = max(1, items)
         if not on_cpu:
             return 1, self.threads or cores
         threads = self.threads or cores // min(MOST_WORKERS, cores, items)
-        fit = usable_memory().free // max(1, item_bytes)
+        fit = free // max(1, item_bytes)
         most = min(MOST_WORKERS, cores // threads, items, fit)
         return self.workers or max(1, most), threads
 
 
 ANY = Crew()
+
+
+class Team:
+    """Workers around a model: threads of this process (a subclass has others).
+
+    Attributes:
+        device: that they compute on.
+        most, threads: for :func:`compute_in_workers`.
+    """
+
+    def __init__(self, subject: Any = None) -> None:
+        self.subject, self.most, self.threads = subject, 1, 1
+        self.device = torch.device("cpu") if subject is None else subject.device
+
+    def begin(self, task: Callable[..., Result], *args: Any) -> Result:
+        """Have ``task(subject, *args)`` called wherever the model is loaded, before anything else;
+        returns what it gave where it ended first."""
+        return task(self.subject, *args)
+
+    def spread(self, crew: Crew, items: int, item_bytes: int = 0) -> None:
+        """Decide how many workers there are; arguments as of :meth:`Crew.for_items`."""
+        self.most, self.threads = crew.for_items(items, item_bytes, self.device.type == "cpu")
+
+    def ready(self) -> int:
+        """How many workers there are now."""
+        return self.most
+
+    def call(self, task: Callable[..., Result], *args: Any, listener: Any = None) -> Result:
+        """``task(subject, *args, listener)`` by a worker, for the thread that waits. All of it can
+        be pickled but the listener, whose methods are called here."""
+        return task(self.subject, *args, listener)
+
+    def devices(self) -> str:
+        """The end of a note of the progress, which says how many there are if that may change."""
+        return ""
 
 
 def compute_in_workers(
@@ -112,6 +160,7 @@ def compute_in_workers(
     done: Callable[[Item, Result], None],
     workers: int,
     threads: int = 1,
+    ready: Callable[[], int] | None = None,
 ) -> None:
     """Compute items, several at a time, and hand on each result while others are computed.
 
@@ -123,8 +172,9 @@ def compute_in_workers(
         items: what to compute; iterated in this thread, no further ahead than workers need.
         compute: called in a worker's thread. What it calls elsewhere has to be safe there.
         done: called in this thread with an item and its result.
-        workers: how many there are.
+        workers: how many there are at most.
         threads: PyTorch's compute threads of each worker; this thread keeps its own number.
+        ready: how many there are now, where that changes.
 
     Raises:
         Exception: the first that ``compute`` raised, unchanged.
@@ -146,15 +196,15 @@ def compute_in_workers(
         ThreadPoolExecutor(workers, initializer=on_block.set, initargs=(check,)) as pool,
     ):
         try:
-            wanted = workers + 1  # one item waits, so that no worker does
             while True:
                 if not stop.is_set():
+                    # One item more waits, so that no worker does.
+                    wanted = max(0, (ready() if ready else workers) + 1 - len(waiting))
                     waiting |= {pool.submit(begin, item): item for item in islice(coming, wanted)}
                 if not waiting:
                     break
                 # Python sees a signal that comes just before an endless wait only after the wait.
                 finished = wait(waiting, timeout=1, return_when=FIRST_COMPLETED).done
-                wanted = len(finished)
                 for future in [one for one in waiting if one in finished]:  # as they were begun
                     item = waiting.pop(future)
                     if future.exception() is None:
