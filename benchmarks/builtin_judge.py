@@ -5,9 +5,14 @@
 
 Labels are in ``docs/results/data/*/labels.parquet``. A query is in one fold, whatever study it is
 in; a turn of a fold is nowhere among those fitted on, whatever it is shown after.
+
+A last control is the shipped judge on paraphrases of the query (``paraphrases.toml``), which no
+wrong conversation can catch.
 """
 
 import argparse
+import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib.resources import files
 from pathlib import Path
@@ -18,6 +23,7 @@ from sklearn.decomposition import PCA
 from sklearn.linear_model import LogisticRegression
 from sklearn.svm import SVC
 
+from ia_mech.data.conversations import open_conversations
 from ia_mech.judge.builtin import CATEGORIES, MODEL, BuiltInJudge, Classifier
 from ia_mech.judge.builtin.features import settled, spoken
 from ia_mech.judge.verdict import Item
@@ -178,12 +184,27 @@ def show(title: str, labels: pd.DataFrame, odds: np.ndarray) -> None:
         both = 2 * some["readers"].to_numpy(int) + some["judge"].to_numpy(int)  # cell of a table
         found = interval(lambda rows, of=both: _kappa(of[rows]), some["group"].to_numpy())
         print(f"  κ, {name}: {found} ({len(some)} turns)")
+    repeats = own[own["category"] == "repeats_query"]["judge"]
+    print(f"  follow-ups: {own['judge'].sum()}; of {len(repeats)} repeated queries {repeats.sum()}")
     for (study, kind), some in table.groupby(["study", "kind"]):
         rates = f"judge {some['judge'].mean():.3f}, readers {some['readers'].mean():.3f}"
         print(f"  follow-up rate, {study}, {kind}: {rates} ({len(some)} turns)")
     for _, some in own.groupby((own["chance"] * 10).astype(int)):
         said = f"of {some['chance'].mean():.2f}: {some['readers'].mean():.2f}"
         print(f"  readers' follow-up rate where the probability is {said} ({len(some)} turns)")
+
+
+# -- paraphrases ----------------------------------------------------------------------------------
+
+
+def paraphrased() -> list[Item]:
+    """Built-in conversations, each with its query in other words as the turn."""
+    texts = tomllib.loads(Path(__file__).with_name("paraphrases.toml").read_text("utf-8"))
+    said = {one.id: one.messages for one in open_conversations("builtin")}
+    return [
+        Item(*(message["content"] for message in said[name][:2]), text)
+        for name, text in texts.items()
+    ]
 
 
 def main() -> None:
@@ -200,6 +221,8 @@ def main() -> None:
     show("out of fold", labels, out_of_fold(data, folds(groups, OUTER, 0)))
     for what in ("study", "dataset"):
         show(f"fitted without the {what}", labels, out_of_fold(data, labels[what].to_numpy()))
+    said = Counter(verdict.category for verdict in BuiltInJudge().judge(paraphrased()))
+    print(f"\nparaphrases of the query ({said.total()}): {dict(said.most_common())}")
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ from experiments.figures import Drawing, Lines
 from experiments.parts import keep, kept
 from experiments.tables import estimates_of, headline, print_plan, sentence_of
 from ia_mech.cli import (
+    JUDGE_HELP,
     RUN,
     Parser,
     add_intervals,
@@ -59,6 +60,7 @@ from ia_mech.cli import (
 from ia_mech.display import Bar, Progress, console, with_style
 from ia_mech.errors import UserError
 from ia_mech.estimates import TidyEstimate, few_sources
+from ia_mech.rates.fit import marked
 from ia_mech.rates.gate import Gate
 from ia_mech.rates.load import JudgedTurns, open_runs
 from ia_mech.results import (
@@ -520,8 +522,7 @@ class Experiment(ABC):
             "runs", nargs="+", type=run_folder, metavar="RUN", help="a run's folder"
         )
         if cls.judged:
-            judge = "whose labels (default: the only judge)"
-            parser.add_argument("--judge", metavar="NAME", help=judge)
+            parser.add_argument("--judge", metavar="NAME", help=JUDGE_HELP)
         if cls.queries_used is not None:
             least, what = whole_from(2), "at most N queries, drawn by --seed"
             flag(parser, "--queries", least, cls.queries_used, what, metavar="N")
@@ -657,7 +658,7 @@ class Experiment(ABC):
         if {"temperature", "sample"} <= {*rows} and (sampled := rows["temperature"] > 0).any():
             samples["samples"] = int(rows.loc[sampled, "sample"].max()) + 1
         names = {str(run.path): run.name for run in used}  # no folders of this machine in files
-        return Result(
+        made = Result(
             name=self.name,
             question=self.question(),
             sentence=headline(sentence, found),
@@ -676,6 +677,7 @@ class Experiment(ABC):
             },
             files=self.files(),
         )
+        return marked(made, self.verdicts.record) if self.judged else made
 
 
 def flag(

@@ -68,6 +68,7 @@ from ia_mech.errors import UserError
 from ia_mech.estimates import all_datasets
 from ia_mech.likelihood.carried import CEILING
 from ia_mech.models.embedded import cache_dir, refuse_missing_model
+from ia_mech.rates.fit import highest, marked
 from ia_mech.rates.gate import named
 from ia_mech.rates.latent import LEAST, verdict
 from ia_mech.results import SHARE as AS_SHARE
@@ -84,6 +85,7 @@ from ia_mech.results import (
     write,
 )
 from ia_mech.run import Run
+from ia_mech.run.labels import choose_judge
 
 NAME = "study"
 QUESTION = "How much do user turns depend on the response, and through which states?"
@@ -133,10 +135,10 @@ class Stage:
 
     def _answer(self, run: Run) -> str:
         if self.result:
-            found = read(folder_of(run.path, self.result.format(judge=run.labels.judges[0])))
+            found = read(folder_of(run.path, self.result.format(judge=choose_judge([run], None))))
             return sentences_of(one_line(found.sentence))[0]
         if run.labels.judges:
-            return f"{named(run.labels.judges[0])} has labelled {len(run.turns):,} user turns"
+            return f"{named(choose_judge([run], None))} has labelled {len(run.turns):,} user turns"
         return f"{len(run.turns):,} user turns in {len(run.contexts):,} conversations"
 
 
@@ -206,9 +208,10 @@ def result(out: Path) -> Result:
     windows = strongest_windows(located.estimates, run.model["layers"], OPTIONS["level"])
     rates = read(folder_of(run.path, f"rates-{judge}"))
     places = [folder_of(run.path, name) for name in WHERE]
+    record = run.labels.record("judgements", judge)
     moved = [read(place).sentence for place in places if kind_of(place)]
     sentence = [
-        verdict(all_datasets(rates.estimates)),
+        verdict(all_datasets(rates.estimates), fit=highest(record)),
         f"Sampled turns of {run.model['name']} tell {told(BITS, OWN)} of {CEILING:.2f} bits about "
         f"which response they followed, greedy ones {told(BITS, OWN, 0.0)}.",
         f"{enough_alone(located.estimates)}{windows and f'; {windows}'}.",
@@ -224,7 +227,7 @@ def result(out: Path) -> Result:
         read(wording).control if kind_of(wording) else UNWORDED,
         rates.control,
     ]
-    return Result(
+    made = Result(
         name=NAME,
         question=QUESTION,
         sentence=headline(" ".join(sentence).strip(), found),
@@ -237,6 +240,7 @@ def result(out: Path) -> Result:
         notes=list(dict.fromkeys([*located.notes, *elicited.notes])),
         about={"kind": NAME, **about_runs([run], [judge])},
     )
+    return marked(made, record)
 
 
 def _bits_table(located: pd.DataFrame) -> Table:
@@ -276,7 +280,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--queries", whole_from(4), None, "(default: 60)", metavar="N")
     judge = "and its flags, as of ia-mech judge run: 'llm --model NAME' (default: builtin, English)"
     add("--judge", judge_words, None, judge, metavar="JUDGE")
-    turns = "turns per context and temperature (default: 4)"
+    turns = "turns per conversation and temperature (default: 4)"
     add("--samples", whole_from(1), None, turns, metavar="N")
     maps = f"of the stage locate: {', '.join(MAPS)} (default: {' '.join(USUAL_MAPS)})"
     add("--maps", str, None, maps, nargs="*", choices=MAPS, metavar="MAP")
@@ -337,7 +341,9 @@ def _study(args: argparse.Namespace) -> int | None:
             if args.quick
             else f"give --samples {APART}"
         )
-        raise UserError(f"--where takes {APART} turns a context; there are {args.samples}", more)
+        raise UserError(
+            f"--where takes {APART} turns a conversation; there are {args.samples}", more
+        )
     refuse_missing_model(args.model)  # before torch is loaded, which takes seconds
     from ia_mech.models.load import models_kept
 

@@ -340,8 +340,7 @@ class TemperatureSweep(Experiment):
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         rates = sentence_of(f"{RATE} by temperature", only(found, RATE))
         less, deeper = only(found, RATE_DIFFERENCE), only(found, DEEPER, term=OTHER_TURNS[0])
-        above = self.verdicts.above_fit
-        control = f"{self.gate.short}." + (f" {above}." if above else "")
+        control = f"{self.gate.short}."
         if all_datasets(less)["sources"].max() < LEAST:
             return Conclusion(rates, control)
         changed = shown_changes(

@@ -3,7 +3,15 @@
 import importlib
 import sys
 
-from ia_mech.cli import Parser, path_of, run_command, run_folder, tolerant_streams, whole_from
+from ia_mech.cli import (
+    JUDGE_HELP,
+    Parser,
+    path_of,
+    run_command,
+    run_folder,
+    tolerant_streams,
+    whole_from,
+)
 
 DESCRIPTION = """\
 Label user turns by hand: export a page to annotate in, which opens in any browser without a network
@@ -60,7 +68,7 @@ def _add_export(commands) -> None:
         type=int,
         help="turns (default: 200, or all); a quarter as many decoys are added",
     )
-    add("--by", metavar="JUDGE", help="whose labels stratify (default: the only one, or builtin)")
+    add("--judge", metavar="NAME", help=f"by {JUDGE_HELP}")
     add("--seed", type=whole_from(0), default=0, help="of the sampling (default: 0)")
     add(
         "--out",

@@ -20,6 +20,7 @@ from typing import Any, NoReturn, TextIO
 from ia_mech.errors import UserError, exhaustion
 
 RUN = "run.json"  # what makes a folder a run
+JUDGE_HELP = "whose labels (default: the only judge's, or the built-in judge's)"
 NOTHING = 3  # the exit status of a command that ended as it should, with nothing usable
 
 # What OpenMP, MKL and OpenBLAS (in NumPy and SciPy) read when they are loaded.

@@ -50,7 +50,7 @@ LEAST_SHOWN = 5  # fewest queries from which an interval is shown
 SHARE = "share"  # given in place of decimals for a share of a whole that is itself noisy
 WIDEST = 1.0  # widest interval with which such a share is shown
 NOTES, NOTE_LENGTH = 2, 140  # most notes that the terminal shows by itself, and letters of one
-_SENTENCE_END = re.compile(r"(?<=[\w)\]][.?!]) (?=[A-Z])")
+_SENTENCE_END = re.compile(r"(?<=[\w)\]*][.?!]) (?=[A-Z])")
 _VERBATIM = ("question", "sentence", "control", "notes", "about")  # fields, in result.json too
 
 

@@ -117,7 +117,7 @@ def read(
 
     Args:
         runs: folders, or runs that are open.
-        judge: the judge whose verdicts count; the only judge if not given.
+        judge: the judge whose verdicts count; see :func:`ia_mech.run.labels.choose_judge`.
         target: what to predict, as :func:`probes.targets.parse_target` takes it.
         positions, layers: those to read; all that were kept if not given.
         within: see :class:`ProbeSet`.

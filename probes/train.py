@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ia_mech.cli import (
+    JUDGE_HELP,
     Parser,
     add_intervals,
     add_threads,
@@ -69,7 +70,7 @@ def parser_of(command: str, description: str, epilog: str) -> Parser:
     parser.add_argument(
         "runs", nargs="+", type=run_folder, metavar="RUN", help="a judged run's folder"
     )
-    parser.add_argument("--judge", metavar="NAME", help="whose labels (default: the only judge)")
+    parser.add_argument("--judge", metavar="NAME", help=JUDGE_HELP)
     add_threads(parser)
     parser.add_argument(
         "--target",

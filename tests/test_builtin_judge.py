@@ -1,6 +1,7 @@
 """The built-in judge: rules, features by hand, its classifier against scikit-learn, verdicts."""
 
 import json
+from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
@@ -184,6 +185,16 @@ def test_of_long_texts_both_ends_are_read(encoder):
 
 
 # -- classifier -----------------------------------------------------------------------------------
+
+
+def test_the_card_tells_how_many_paraphrases_of_queries_are_taken_for_follow_ups():
+    from benchmarks.builtin_judge import paraphrased
+
+    items = paraphrased()
+    assert len({item.turn for item in items}) == len({item.query for item in items}) == len(items)
+    assert not {item.turn for item in items} & {item.query for item in items}
+    card = " ".join((files("ia_mech.judge.builtin") / "CARD.md").read_text("utf-8").split())
+    assert f"Of {len(items)} hand-written paraphrases of built-in queries" in card
 
 
 def test_decisions_are_scikit_learns():

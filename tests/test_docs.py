@@ -58,6 +58,10 @@ def test_the_readme_is_short():
 def test_the_docs_are_few_and_short():
     assert len(DOCS) <= 14
     assert words(*DOCS) <= 20_000
+    judging = (ROOT / "docs" / "judging.md").read_text("utf-8")
+    assert len(judging.split()) <= 2_000
+    glossary = judging.partition("## Words")[2].partition("\n## ")[0]
+    assert 100 < len(glossary.split()) <= 250
 
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: str(page.relative_to(ROOT)))

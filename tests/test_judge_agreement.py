@@ -287,7 +287,7 @@ def test_decoys_stand_beside_the_turns_and_count_in_no_comparison(run, tmp_path)
     }
     for name, say in judges.items():
         label_run(run, FakeJudge(say, paid=False, name=name), name, Quiet())
-    sheet = export_sheet(run, 20, by="careful", name="sheet")
+    sheet = export_sheet(run, 20, judge="careful", name="sheet")
     write_sheet(run, sheet, tmp_path / "sheet")
     decoys = [place for place in sheet.key["items"].values() if "decoy" in place]
     rows = [

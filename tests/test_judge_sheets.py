@@ -117,9 +117,9 @@ def test_which_judge_stratifies(run):
     plant(run, "first", spread([FOLLOW_UP, "generic"]))
     assert export_sheet(run, 10).key["judge"]["name"] == "first"
     plant(run, "second", spread(["generic"]))
-    with pytest.raises(UserError, match=r"several judges \(first, second\); name the one"):
+    with pytest.raises(UserError, match=r"labels by first, second; name the judge that counts"):
         export_sheet(run, 10)
-    assert export_sheet(run, 10, by="second").key["strata"].keys() == {"generic"}
+    assert export_sheet(run, 10, judge="second").key["strata"].keys() == {"generic"}
     plant(run, "builtin", spread(VERDICTS))
     expected = {"name": "builtin", "identity_hash": "hash of builtin"}
     assert export_sheet(run, 10).key["judge"] == expected

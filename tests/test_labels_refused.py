@@ -20,7 +20,7 @@ RUN = "RUN"
 COMMANDS = {
     "judge": (judge.main, ["run", RUN]),
     "agreement": (judge.main, ["agreement", RUN]),
-    "export": (annotate.main, ["export", RUN, "--n", "20", "--by", "builtin", "--out", "OUT"]),
+    "export": (annotate.main, ["export", RUN, "--n", "20", "--judge", "builtin", "--out", "OUT"]),
     "import": (annotate.main, ["import", RUN, "OUT", "--annotator", "anna"]),
     "rates": (rates.main, [RUN, "--judge", "builtin"]),
     "train": (train.main, [RUN, "--judge", "builtin", "--permutations", "19"]),
@@ -78,8 +78,8 @@ def test_a_run_or_labels_that_can_not_be_read(run, tmp_path, capfd, command, fau
 def test_a_judge_that_is_not_there(run: Run, tmp_path: Path, capfd, command):
     plant(run, "builtin", [FOLLOW_UP, "generic"] * (ROWS // 2))
     main, words = COMMANDS[command]
-    words = [word for word in words if word not in ("--judge", "--by", "builtin")]
-    flag = {"agreement": "--between", "export": "--by"}.get(command, "--judge")
+    words = [word for word in words if word not in ("--judge", "builtin")]
+    flag = {"agreement": "--between"}.get(command, "--judge")
     place = {RUN: str(run.path), "OUT": str(tmp_path / "sheet")}
     line = refusal(call(main, [*(place.get(word, word) for word in words), flag, "gpt"], capfd))
     assert "'gpt'" in line and "builtin" in line

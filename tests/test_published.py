@@ -452,7 +452,8 @@ def mean(values: pd.Series, digits: int = 2) -> str:
 def found_sentences(short: bool) -> list[str]:
     """What was found: in README's few words, or as compare.md opens."""
     asked = GREEDY, SAMPLED, GREEDY_WRONG, SAMPLED_WRONG
-    readers = [mean(100 * by_readers(QWEN, one), 0) for one in asked]
+    # README's rates have a decimal more than its rise, which a reader can compute from them.
+    readers = [mean(100 * by_readers(QWEN, one), int(short)) for one in asked]
     out = [by_readers(QWEN, t, "out_of_role") for t in (GREEDY, SAMPLED)]
     in_role = read(QWEN)[(read(QWEN)["where"] == OWN) & (read(QWEN)["out_of_role"] == 0)]
     within = [mean(100 * of, 0) for _, of in in_role.groupby("temperature")["follow_up"]]

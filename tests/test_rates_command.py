@@ -25,7 +25,7 @@ from ia_mech.results import folder_of, read
 from ia_mech.run import Run
 
 CAVEAT = "A heuristic, 0.9 of the time right"
-ABOVE = "There are turns at T = 1, above those of the built-in judge's fit."
+ABOVE = "Temperatures with * are above the built-in judge's fit (T ≤ 0.7)."
 RULES = {"identity": {"kind": "builtin"}, "caveat": CAVEAT}
 
 
@@ -145,7 +145,7 @@ def test_every_rate_is_printed_with_its_interval_and_written(run, rates, tmp_pat
     outcome = rates(run.path, "--full", "--level", 0.9, "--seed", 4)
     assert outcome.status == 0, outcome.err
     few = "fewer than 24 queries"
-    for text in ("By the built-in judge, 0 of ", "; at T = 1, ", CAVEAT, ABOVE, few):
+    for text in ("By the built-in judge, 0 of ", "; at T = 1*, ", CAVEAT, ABOVE, few):
         assert text in outcome.out
     assert "no rate is corrected by anna's labels" in outcome.out  # there are too few
 
@@ -209,7 +209,7 @@ def test_turns_of_the_judges_fit_are_counted_in_a_note(run):
 
 
 def test_a_stratum_that_was_left_out_is_not_made_up_for(run, tmp_path):
-    sheet = export_sheet(run, 40, by="builtin", name="sheet")
+    sheet = export_sheet(run, 40, judge="builtin", name="sheet")
     write_sheet(run, sheet, tmp_path / "sheet")
     strata = {item: of["stratum"] for item, of in sheet.key["items"].items()}
     rows = [row | {"category": strata[row["item"]]} for row in sheet.rows]
@@ -226,7 +226,9 @@ def test_a_stratum_that_was_left_out_is_not_made_up_for(run, tmp_path):
 def test_labels_that_can_not_be_taken(run, rates):
     refused(rates(run.path, "--annotator", "anna"), "no labels by 'anna'")
     plant(run, "other")
-    refused(rates(run.path), "builtin, other", "--judge")
+    said = rates(run.path)
+    assert "labels by builtin, other: the built-in judge's count" in said.err
+    assert said.out.splitlines()[-1].endswith(f"report {run.path} --judge builtin")
     annotate(run)
     annotate(run, "ben")
     refused(rates(run.path, "--judge", "other"), "anna, ben", "--annotator")

@@ -131,6 +131,15 @@ def test_perturbed_contexts_do_not_decide():
     assert alone.verdict == "no decoys" and alone.siblings.decoys == 40
 
 
+def test_counts_of_the_control_can_be_subtracted():
+    n = 216
+    pairs = pd.DataFrame({"perturbation": "none", "decoy": "wrong_conversation"}, index=range(n))
+    pairs = pairs.assign(source=range(n), shown_source=np.roll(range(n), 1))
+    pairs = pairs.assign(own_follow_up=pairs.index < 3, follow_up=pairs.index == 5)
+    said = gate_of(pairs.astype({"own_follow_up": float, "follow_up": float}), "j").sentence
+    assert "calls 3 of the 216 turns follow-ups, and 1 of them if it sees them after" in said
+
+
 def test_a_models_gate_is_the_same_whatever_other_runs_are_named(run, merged, tmp_path):
     """Of one model the judge calls own turns alone, of the other all turns follow-ups."""
     follow_up = planted(run, 0.95)

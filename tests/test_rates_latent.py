@@ -107,6 +107,15 @@ def test_of_several_temperatures_the_best_is_corrected_for_all():
     assert "are shown at T = 0.7, the best of 2 temperatures." in verdict(found)
 
 
+def test_a_temperature_within_the_judges_fit_is_told_even_if_another_rises_more():
+    rows = decoys((0.3, 0.3), (0.2, 0.4), temperatures=(0.7, 1.0))
+    hot = rows["temperature"] == 1
+    found = estimated(rows.assign(own_follow_up=rows["own_follow_up"].where(~hot, 1.0)))
+    assert "shown at T = 1, the best of 2" in verdict(found)
+    assert "shown at T = 0.7. " in verdict(found, fit=0.7)
+    assert "shown at T = 1, the best of 2" in verdict(found, fit=0.5)
+
+
 def test_the_largest_rise_that_is_shown_counts():
     """Not a larger one that isn't: it may be of fewer turns."""
     rows = decoys((0.3, 0.3), (0.2, 0.4), temperatures=(0.7, 1.0))

@@ -116,7 +116,7 @@ def test_commands_of_missing_results_are_said_and_run(run, report):
         assert mains[name](words) == 0
     by_field = run.path / "results" / "rates-builtin-by-topic"
     folder_of(run.path, "rates-builtin").rename(by_field)
-    assert missing(run, [by_field]) == []
+    assert missing(run, [by_field], "builtin") == ""
     by_field.rename(folder_of(run.path, "rates-builtin"))
     outcome = report(run.path)
     assert (outcome.status, outcome.err) == (0, "reading runs and results …\n")
@@ -124,7 +124,8 @@ def test_commands_of_missing_results_are_said_and_run(run, report):
     said = run.labelled("builtin").groupby("temperature")["follow_up"].sum().astype(int)
     assert ending[0] == (
         f"After 12 conversations, follow-ups are {said[0.0]} of 12 greedy user turns, {said[0.7]} "
-        f"of 24 sampled at T = 0.7, {said[1.0]} of 24 sampled at T = 1 (judge: builtin)."
+        f"of 24 sampled at T = 0.7, {said[1.0]} of 24 sampled at T = 1* (judge: builtin; *: "
+        "above its fit)."
     )
     assert ending[-2:] == [
         f"page: {run.path / 'report.html'}",
@@ -223,6 +224,24 @@ def test_what_people_said_and_why_a_judge_gave_no_verdict(judged):
     assert labels["builtin"]["reason"][:3] == [shown, "no JSON", ""]
     own = judged.labels.annotations("anna")
     assert labels["anna (annotator)"]["reason"].count("dull") == len(own) > 0
+
+
+def test_a_judge_that_is_named_comes_first_and_one_that_is_removed_leaves(judged, report, capfd):
+    plant(judged, "apes", ["generic"] * 60)
+    assert rates_main([str(judged.path), "--judge", "apes"]) == 0
+    said = report(judged.path)
+    assert "labels by apes, builtin: the built-in judge's count" in said.err
+    assert said.out.splitlines()[-1].endswith(f"rates {judged.path} --judge builtin")
+    said = report(judged.path, "--judge", "apes")
+    assert "(judge: apes)" in said.out and "next: " not in said.out
+    page = (judged.path / "report.html").read_text()
+    assert list(unpacked(page)["turns"]["labels"]) == ["apes", "builtin"]
+    said = call(judge_main, ["remove", str(judged.path), "--judge", "apes"], capfd)
+    assert said.status == 0 and f"rests on them, and stays: {judged.path}" in said.out
+    page = render_report([Run.open(judged.path)])
+    assert list(unpacked(page)["turns"]["labels"]) == ["builtin"]
+    assert "labels that have been replaced or removed since" in page
+    judged.check_finished()
 
 
 # -- results --------------------------------------------------------------------------------------
@@ -330,7 +349,7 @@ def test_results_of_labels_that_were_replaced_say_so(judged):
         labels = {judged.identity_digest: digest}
         write(replace(read(folder), figures={}, about=about | {"labels": labels}), folder)
         page = render_report([judged])
-        assert ("labels that have been replaced since." in page) == old
+        assert ("labels that have been replaced or removed since." in page) == old
 
 
 # -- the turns ---------------------------------------------------------------------------------

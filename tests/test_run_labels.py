@@ -138,7 +138,7 @@ def test_labels_leave_the_rest_of_the_run_as_it_was(merged, tmp_path):
 # -- laid out over the turns --------------------------------------------------------------------
 
 
-def test_labels_are_laid_out_over_the_turns_whatever_their_order(run):
+def test_labels_are_laid_out_over_the_turns_whatever_their_order(run, capsys):
     """They equal a look-up by key, row by row: verdicts, failures, turns not assessed, and gaps."""
     keys = keys_of(run)
     said = [[FOLLOW_UP, "new_topic", CANNOT_ASSESS, None][i % 4] for i in range(COUNT)]
@@ -182,8 +182,14 @@ def test_labels_are_laid_out_over_the_turns_whatever_their_order(run):
         assert frame[name].tolist() == [said[c][at]["content"] for c in frame["context_id"]]
     assert not {"query", "response", "text"} & {*run.labelled(texts=False)}
     run.labels.write_judgements("other", verdicts, {})
-    with pytest.raises(UserError, match=r"by builtin, other, and no judge is named; name one, as"):
+    assert run.labelled()["category"].tolist() == frame["category"].tolist()
+    assert "by builtin, other: the built-in judge's count" in capsys.readouterr().err
+    run.labels.write_judgements("another", verdicts, {})
+    run.labels.remove("judgements", "builtin")
+    with pytest.raises(UserError, match=r"by another, other; name the judge .*--judge NAME, or ju"):
         run.labelled()
+    with pytest.raises(UserError, match=r"no judgements of 'builtin'; choose from: another, other"):
+        run.labels.remove("judgements", "builtin")
 
 
 # -- names --------------------------------------------------------------------------------------

@@ -146,7 +146,7 @@ def test_a_plan_names_the_command_of_each_stage(tiny_model_dir, capfd, tmp_path)
     assert {"interchange", "learned vector"} <= {*todo}
     assert todo["judge"][2:] == ["--judge", "llm", "--model", "a b"]
     for words in (["m", "--where"], ["m", "--where", "--quick"]):
-        assert "--where takes 16 turns a context" in refusal(call(study.main, words, capfd))
+        assert "--where takes 16 turns a conversation" in refusal(call(study.main, words, capfd))
 
 
 def test_studies_are_compared_over_the_queries_that_they_share(made, tmp_path, capfd):

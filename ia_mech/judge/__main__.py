@@ -24,7 +24,7 @@ from ia_mech.cli import (
 from ia_mech.display import console
 from ia_mech.judge.rubric import CATEGORIES, ORDER, VERSION
 
-COMMANDS = ("run", "check", "agreement", "rubric")
+COMMANDS = ("run", "check", "agreement", "remove", "rubric")
 
 DESCRIPTION = """\
 Label generated user turns: which are follow-ups? Judges see text only: the query, the
@@ -74,6 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_run(commands)
     _add_check(commands)
     _add_agreement(commands)
+    _add_remove(commands)
     rubric = commands.add_parser("rubric", help="print the rubric")
     rubric.set_defaults(function=f"{__name__}:print_rubric")
     return parser
@@ -233,6 +234,20 @@ def _add_agreement(commands) -> None:
     )
     add("--full", action="store_true", help="show the tables of each pair, too")
     add_threads(parser)
+
+
+def _add_remove(commands) -> None:
+    parser = commands.add_parser(
+        "remove",
+        help="remove a judge's or an annotator's labels from a run",
+        description="Remove all labels of a judge or an annotator from a run. Results that rest on "
+        "them stay, and\nthe page says so. Labels by language models stay in cache/judgements/.",
+    )
+    parser.set_defaults(function="ia_mech.judge.command:remove_labels")
+    parser.add_argument("run", type=run_folder, metavar="RUN", help="a run's folder")
+    whose = parser.add_mutually_exclusive_group(required=True)
+    whose.add_argument("--judge", metavar="NAME", help="whose labels")
+    whose.add_argument("--annotator", metavar="NAME", help="whose labels")
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from ia_mech.judge.judging import (
 from ia_mech.judge.rubric import Rubric, heading, read_rubric
 from ia_mech.judge.shown import RULE, labelled_turns, lines_of
 from ia_mech.judge.verdict import JUDGED, Item, Judge, identity_hash
+from ia_mech.results import folders_of, read
 from ia_mech.run import Run
 from ia_mech.untrusted import parse_json
 
@@ -84,9 +85,24 @@ def run_judge(args: argparse.Namespace) -> int:
     if not (rows["status"] == JUDGED).any():
         print("no turn could be judged, for the reasons above: fix them, then judge again")
         return NOTHING
-    chosen = f" --judge {shell_word(name)}" if len(run.labels.judges) > 1 else ""
-    print(f"next: {program()} rates {shell_word(args.run)}{chosen}")
+    print(f"next: {program()} rates {shell_word(args.run)}{run.labels.flag(name)}")
     return 0
+
+
+def remove_labels(args: argparse.Namespace) -> None:
+    """``ia-mech judge remove``."""
+    run = Run.open(args.run)
+    kind, name = (
+        ("judgements", args.judge) if args.judge is not None else ("annotations", args.annotator)
+    )
+    folders = folders_of(run.path, run.identity_digest, [run.path.resolve().parent])
+    rest = [at for at in folders if name in read(at).about.get("labellers", ())]
+    run.labels.remove(kind, name)
+    print(f"removed the {kind} of {name}")
+    for folder in rest:
+        print(f"rests on them, and stays: {shell_word(folder)}")
+    todo = "report" if run.labels.judges else "judge run"
+    print(f"next: {program()} {todo} {shell_word(args.run)}")
 
 
 def make_judge(args: argparse.Namespace, run: Run | None = None) -> Judge:

@@ -136,7 +136,7 @@ def tables_of_pairs(
     )
     tables = [Table("agreement (95% intervals over queries)", heads, rows, legend)]
     if any(share.quantity == "floor" for share in shares):
-        contexts = {"": "their own context"} | AFTER
+        contexts = {"": "their own conversation"} | AFTER
         lines = []
         for share in shares:
             kind = share.names.get("decoy", "")

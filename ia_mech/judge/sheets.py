@@ -32,7 +32,7 @@ from ia_mech.judge.verdict import Item
 from ia_mech.page import packed, rendered
 from ia_mech.run import Run, integrity, layout
 from ia_mech.run.labelled import FAILED
-from ia_mech.run.labels import KEY, check_name
+from ia_mech.run.labels import KEY, check_name, choose_judge
 from ia_mech.untrusted import spreadsheet_safe, visible
 
 PAGE_KEYS = "123456789abcfghijklmopqrstvwxyz"  # of categories on the page; "0" is the last one's
@@ -53,46 +53,41 @@ class Sheet(NamedTuple):
 
 
 def export_sheet(
-    run: Run, n: int, *, by: str | None = None, seed: int = 0, name: str | None = None
+    run: Run, n: int, *, judge: str | None = None, seed: int = 0, name: str | None = None
 ) -> Sheet:
     """Draw a sheet; nothing is written.
 
     ``n`` rows are drawn at random without replacement within strata. A quarter as many decoys are
     added, equally many of each kind that there is. Draws depend on the seed and the sheet's name:
     two sheets of a run are independent samples. The strata are the categories of the judge
-    ``by`` (the only one there is, or ``builtin``; without a judge all are one stratum), whose
-    rubric is the sheet's.
+    ``judge`` (by default that of :func:`ia_mech.run.labels.choose_judge`; without a judge all are
+    one stratum), whose rubric is the sheet's.
 
     Raises:
-        UserError: an unfinished run; no such judge, or several and none was named; n that the run
-            can't give.
+        UserError: an unfinished run; no such judge, or one has to be named; n that the run can't
+            give.
     """
     run.check_finished()
-    judges, rows = run.labels.judges, run.turns
-    if by is None and judges:
-        by = judges[0] if len(judges) == 1 else "builtin"
-        if by not in judges:
-            raise UserError(
-                f"{run.path} has labels by several judges ({', '.join(judges)})",
-                "name the one to stratify by with --by",
-            )
+    rows = run.turns
+    if judge is None and run.labels.judges:
+        judge = choose_judge([run], None)
     if not 1 <= n <= len(rows):
         raise UserError(
             f"a sheet of {n} turns can't be drawn: {run.path} has {len(rows)} user turns",
             f"give --n from 1 to {len(rows)} ({len(rows)} takes them all)",
         )
     strata = np.array([ALL] * len(rows))
-    if by is not None:
-        labels = run.labelled(by, texts=False)["category"]
+    if judge is not None:
+        labels = run.labelled(judge, texts=False)["category"]
         strata = labels.astype(object).fillna(FAILED).to_numpy()
     sizes = dict(sorted(Counter(strata.tolist()).items()))
     if n < len(sizes):
         raise UserError(
-            f"--n {n} can't cover the {len(sizes)} strata by judge {by!r} ({', '.join(sizes)})",
+            f"--n {n} can't cover the {len(sizes)} strata by judge {judge!r} ({', '.join(sizes)})",
             f"give --n {len(sizes)} or more; {LEAST_PER_STRATUM * len(sizes)} would be sensible",
         )
     identity = run.identity_digest
-    name = check_name(name or "sheet-" + _hash(identity, by, n, seed)[:8])
+    name = check_name(name or "sheet-" + _hash(identity, judge, n, seed)[:8])
     rng = np.random.default_rng(int(_hash(identity, name, n, seed)[:16], 16))
     sampled = allocate(sizes, n)
     chosen = {
@@ -123,15 +118,15 @@ def export_sheet(
         complete = not unfinished[place.get("shown", place["context_id"])]
         row = item, text.query, text.response, complete, text.turn, "", ""
         sheet.append(dict(zip(COLUMNS, row, strict=True)))
-    judge, rubric = None, BUILT_IN
-    if by is not None:
-        record = run.labels.record("judgements", by)
-        judge = {"name": by, "identity_hash": record.get("identity_hash")}
+    by, rubric = None, BUILT_IN
+    if judge is not None:
+        record = run.labels.record("judgements", judge)
+        by = {"name": judge, "identity_hash": record.get("identity_hash")}
         rubric = rubric_of(record)
     key = {
         "run": identity,
         "sheet": name,
-        "judge": judge,
+        "judge": by,
         "seed": seed,
         "n": n,
         "rubric": rubric.record(),
@@ -356,7 +351,7 @@ def export_command(args: argparse.Namespace) -> None:
         out = out.with_name(re.sub(r"\.(csv|html)$", "", out.name))
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", out.name).lstrip("._-") or None
     turns = min(200, len(run.turns)) if args.n is None else args.n
-    sheet = export_sheet(run, turns, by=args.by, seed=args.seed, name=name)
+    sheet = export_sheet(run, turns, judge=args.judge, seed=args.seed, name=name)
     # Not the run's name: it holds the model's and the dataset's.
     out = out or run.path.resolve().parent / sheet.key["sheet"]
     files = write_sheet(run, sheet, out)
@@ -366,7 +361,7 @@ def export_command(args: argparse.Namespace) -> None:
     for stratum, count in key["strata"].items():
         print(f"  {heading(stratum):<24}{count['drawn']:>5} of {count['rows']:>6}")
     if decoys := len(key["items"]) - key["n"]:
-        print(f"  and {decoys} turns after contexts that they did not follow, as a control")
+        print(f"  and {decoys} turns after conversations that they did not follow, as a control")
     for file in files:
         print(f"sheet: {file}")
     print("open the .html, which needs no network, and import the table that it saves; or fill in")

@@ -370,7 +370,7 @@ unpacked().then((data) => {
     const named = row.get("category") === "–" ? "" : row.get("category"); // no category
     if (named && !values(category).includes(heading(named))) return {}; // the page has no such turns
     for (const [head, cell] of pairs) {
-      const at = ["T", "temperature"].includes(head) && cell ? Number(cell === "greedy" ? 0 : cell) : NaN;
+      const at = ["T", "temperature"].includes(head) && cell ? Number(cell === "greedy" ? 0 : cell.replace("*", "")) : NaN; // * above the judge's fit
       const sampled = values("temperature");
       if (!isNaN(at) && sampled.length && !sampled.includes(temperature(at))) return {}; // the page has no such turns
       const field = `data: ${head}`; // a field by whose values rates are grouped

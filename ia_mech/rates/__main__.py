@@ -13,6 +13,7 @@ import argparse
 import sys
 
 from ia_mech.cli import (
+    JUDGE_HELP,
     Parser,
     add_threads,
     coverage,
@@ -51,7 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="ia-mech rates", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("runs", nargs="+", type=run_folder, metavar="RUN", help="a run's folder")
     counted = parser.add_argument_group("what is counted")
-    counted.add_argument("--judge", metavar="NAME", help="whose labels (default: the only judge)")
+    counted.add_argument("--judge", metavar="NAME", help=JUDGE_HELP)
     counted.add_argument(
         "--annotator", metavar="NAME", help="whose labels correct rates (default: the only one)"
     )
@@ -120,7 +121,8 @@ def _rates(args: argparse.Namespace) -> None:
     print(f"wrote {shell_word(folder)}", file=sys.stderr)
     runs = " ".join(shell_word(run) for run in args.runs)
     elsewhere = f" --results {shell_word(args.out)}" if args.out else ""
-    print(f"next: {program()} report {runs}{elsewhere}")
+    judge = judged.runs[0].labels.flag(judged.judge)
+    print(f"next: {program()} report {runs}{judge}{elsewhere}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """Figures of rates: rate, floor and excess against temperature, and what the turns are."""
 
+import math
+
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -9,6 +11,7 @@ from ia_mech.display import COLOURS, draw_points, link_of, title_axes, with_styl
 from ia_mech.estimates import all_datasets
 from ia_mech.judge.decoys import WRONG
 from ia_mech.judge.rubric import heading
+from ia_mech.rates.fit import temperature as named
 from ia_mech.rates.gate import Gate
 
 LINES = {  # quantities of the left panel: label, colour
@@ -25,13 +28,14 @@ def gate_title(name: str, gate: Gate) -> str:
 
 
 @with_style
-def draw_rates(estimates: pd.DataFrame, title: str) -> Figure:
+def draw_rates(estimates: pd.DataFrame, title: str, fit: float = math.inf) -> Figure:
     """Left, rate, floor and excess by temperature; right, the failure profile.
 
     Args:
         estimates: of :func:`ia_mech.rates.compute.estimates`, of one model and perturbation. The
             pooled datasets are drawn where there are several.
         title: of the left panel.
+        fit: the highest temperature of the judge's fit; those above it get a star.
     """
     whole = all_datasets(estimates[estimates["outcome"] == "follow_up"])
     whole = whole[whole["temperature"].notna()]
@@ -51,8 +55,8 @@ def draw_rates(estimates: pd.DataFrame, title: str) -> Figure:
     left.set_ylabel("share of turns")
     left.legend(frameon=False, ncols=2, loc="upper left", bbox_to_anchor=(0, -0.15))
     title_axes(left, title)
-    _profile(right, whole[whole["quantity"] == "category_share"])
-    left.set_xticks(temperatures, [_named(t) for t in temperatures])
+    _profile(right, whole[whole["quantity"] == "category_share"], fit)
+    left.set_xticks(temperatures, [named(t, fit) for t in temperatures])
     for axes in (left, right):
         axes.set_xlabel("temperature")
     figure.set_label(
@@ -60,15 +64,13 @@ def draw_rates(estimates: pd.DataFrame, title: str) -> Figure:
         "same turns that it calls follow-ups after a wrong conversation), and the difference of "
         "the two, with their intervals. Right: the share of turns in each category. Turns that the "
         "judge could not assess, or failed on, are left out."
+        + " *: above the temperatures of the judge's fit."
+        * bool(temperatures[-1] > fit)
     )
     return figure
 
 
-def _named(temperature: float) -> str:
-    return f"{temperature:g}" if temperature else "greedy"
-
-
-def _profile(axes: Axes, shares: pd.DataFrame) -> None:
+def _profile(axes: Axes, shares: pd.DataFrame, fit: float) -> None:
     """Stacked bars, a bar per temperature."""
     temperatures = sorted(shares["temperature"].unique())
     under = np.zeros(len(temperatures))
@@ -89,7 +91,7 @@ def _profile(axes: Axes, shares: pd.DataFrame) -> None:
                     share = f"{of['events']} of {of['rows']} assessed turns"
                     bar.set_url(link_of(temperature=temperature, category=category, share=share))
             under = under + heights
-    axes.set_xticks(range(len(temperatures)), [_named(t) for t in temperatures])
+    axes.set_xticks(range(len(temperatures)), [named(t, fit) for t in temperatures])
     axes.set_ylim(0, 1)
     axes.set_ylabel("share of assessed turns")
     axes.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))

@@ -11,10 +11,9 @@ import pandas as pd
 
 from ia_mech.data.conversations import UNPERTURBED
 from ia_mech.judge.decoys import AFTER, SIBLING, WRONG
+from ia_mech.run.labels import BUILT_IN
 from ia_mech.stats import Estimate, dyadic_difference
 
-BUILT_IN = "builtin"  # the name of the built-in judge
-FITTED_TO = 0.7  # the highest temperature of turns that it was fitted on
 VERDICTS = ("own_follow_up", "follow_up")  # columns of decoys: after its own context, and there
 GATE_LEVEL = 0.95  # of the interval that decides
 PASSED, NOT_PASSED = "passed", "failed"
@@ -85,22 +84,24 @@ class Gate:
         else:
             text = (
                 f"{self.decided} (gate {self.verdict}). Over all temperatures together, it calls "
-                f"{self.rate:.2f} of the turns{whose} follow-ups, and {self.floor:.2f} of the same "
-                f"turns if it sees them after {AFTER[WRONG]} (the floor): {self.more}. The gate "
-                "passes if the excess is shown to be larger than the floor: excess minus floor is "
+                f"{self.count(self.rate)} of the {self.decoys} turns{whose} follow-ups, and "
+                f"{self.count(self.floor)} of them if it sees them after {AFTER[WRONG]} (the "
+                f"floor): an excess of {self.excess.text(sign=True)}. The gate passes if the "
+                "excess is shown to be larger than the floor: excess minus floor is "
                 f"{self.margin.text(sign=True)}"
             )
-        if self.siblings is not None and self.siblings.decoys:
+        if (siblings := self.siblings) is not None and siblings.decoys:
             text += (
-                ". After another response to the same query, the judge calls "
-                f"{self.siblings.floor:.2f} of the turns follow-ups: {self.siblings.more}"
+                ". Turns were also shown after other responses to their queries, "
+                f"{siblings.decoys} times: {siblings.count(siblings.floor)} times it called them "
+                f"follow-ups, and {siblings.count(siblings.rate)} times after their own response, "
+                f"an excess of {siblings.excess.text(sign=True)}"
             )
         return text
 
-    @property
-    def more(self) -> str:
-        """The excess in words."""
-        return f"an excess of {self.excess.text(sign=True)} ({self.decoys} turns)"
+    def count(self, rate: float) -> int:
+        """How many decoys a rate is: counts can be subtracted, unlike rounded rates."""
+        return round(rate * self.decoys)
 
     @property
     def decided(self) -> str:

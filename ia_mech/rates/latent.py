@@ -1,5 +1,6 @@
 """Whether sampled turns are follow-ups more often than greedy ones, and what that consists of."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -55,22 +56,25 @@ def rises(
                     yield TidyEstimate(quantity, of, len(own), estimate, p, test)
 
 
-def verdict(estimates: pd.DataFrame, level: float = 0.95) -> str:
+def verdict(estimates: pd.DataFrame, level: float = 0.95, fit: float = math.inf) -> str:
     """Whether follow-ups are latent, in words; empty if there are no estimates.
 
     They are where the rise is shown to be above 0, the rate itself is higher than that of greedy
     turns, too, and the judge's gate doesn't fail. The temperature with the largest rise counts, of
-    those at which a rise is shown if there are any. p is corrected for all temperatures.
+    those at which a rise is shown if there are any. Temperatures above the judge's fit count only
+    where there are no others. p is corrected for all temperatures.
 
     Args:
         estimates: of one model's turns, all datasets together.
         level: of the intervals; what is shown is shown at 1 minus it.
+        fit: the highest temperature of the judge's fit.
     """
     rows = estimates[estimates["quantity"].isin(PARTS)]
     of = {quantity: own.set_index("temperature") for quantity, own in rows.groupby("quantity")}
     if RISE not in of:
         return ""
-    tried = of[RISE]
+    within = of[RISE][of[RISE].index <= fit]
+    tried = within if len(within) else of[RISE]
     higher = estimates[estimates["quantity"] == "difference"].set_index("temperature")["value"] > 0
     sure = tried[(tried["value"] > 0) & (tried["p_holm"] < 1 - level)]
     sure = sure[higher.reindex(sure.index, fill_value=True)]

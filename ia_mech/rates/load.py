@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ia_mech.cli import shell_word
 from ia_mech.errors import UserError
 from ia_mech.judge.rubric import CANNOT_ASSESS, OUT_OF_ROLE, Rubric, rubric_of
 from ia_mech.judge.verdict import identity_hash
 from ia_mech.rates.evidence import DEPENDENT, dependent
-from ia_mech.rates.gate import BUILT_IN, FITTED_TO, VERDICTS, Gate, gate_of
+from ia_mech.rates.gate import VERDICTS, Gate, gate_of
 from ia_mech.run import Run
 from ia_mech.run.labelled import FAILED
+from ia_mech.run.labels import choose_judge
 from ia_mech.run.reader import GROUPS
 from ia_mech.run.sources import SEPARATOR, sources_of
 
@@ -74,16 +74,6 @@ class JudgedTurns:
     def rubric(self) -> Rubric:
         """What the judge labels by."""
         return rubric_of(self.record)
-
-    @property
-    def above_fit(self) -> str:
-        """A sentence, without a full stop, on temperatures above those that the built-in judge was
-        fitted on; empty if there are none."""
-        above = sorted(t for t in self.turns["temperature"].unique() if t > FITTED_TO)
-        if not above or self.record.get("identity", {}).get("kind") != BUILT_IN:
-            return ""
-        those = " and ".join(f"T = {t:g}" for t in above)
-        return f"There are turns at {those}, above those of the built-in judge's fit"
 
     @cached_property
     def by_model(self) -> dict[tuple[str, str], Gate]:
@@ -146,19 +136,19 @@ def read_runs(
 ) -> JudgedTurns:
     """Read runs with their labels, and check that they can be reported together.
 
-    By default with the only judge there is, and the only annotator if there is one
-    (:data:`NO_ANNOTATOR`: none). ``responses`` is as for :func:`restrict_responses`. ``by`` is a
-    field of the data: turns are then told apart by its values instead of by dataset. It may be
-    ``dataset`` itself.
+    The judge is that of :func:`ia_mech.run.labels.choose_judge`, and the annotator by default the
+    only one if there is one (:data:`NO_ANNOTATOR`: none). ``responses`` is as for
+    :func:`restrict_responses`. ``by`` is a field of the data: turns are then told apart by its
+    values instead of by dataset. It may be ``dataset`` itself.
 
     Raises:
-        UserError: as :func:`open_runs`; none or several judges or annotators to choose from;
+        UserError: as :func:`open_runs`; a judge or an annotator has to be named;
             verdicts or labels of other turns or another rubric; judges that share a name but not
             their identity; no turn comes after such responses; no data have such a field
             with few values.
     """
     runs = open_runs(runs)
-    judge = _choose_judge(runs, judge)
+    judge = choose_judge(runs, judge)
     record = _record_of_one_judge(runs, judge)
     annotator = _choose_annotator(runs, annotator)
     turns: list[pd.DataFrame] = []
@@ -187,7 +177,7 @@ def read_runs(
         return judged
     note = (
         f"{lost.sum()} of {len(lost)} decoys are left out: the judge gave no category to the decoy "
-        "or to the turn after its own context."
+        "or to the turn after its own conversation."
     )
     return replace(judged, notes=[*judged.notes, note])
 
@@ -218,21 +208,6 @@ def restrict_responses(judged: JudgedTurns, responses: str) -> JudgedTurns:
 
 
 # -- whose labels -------------------------------------------------------------------------------
-
-
-def _choose_judge(runs: list[Run], judge: str | None) -> str:
-    for run in runs:
-        if not run.labels.judges:
-            raise UserError(
-                f"{run.path} has not been judged", f"run: ia-mech judge run {shell_word(run.path)}"
-            )
-    names = {name for run in runs for name in run.labels.judges} if judge is None else {judge}
-    if len(names) > 1:
-        listed = ", ".join(sorted(names))
-        raise UserError(
-            f"there are labels by {listed}", 'choose one: --judge NAME, or judge="NAME"'
-        )
-    return names.pop()
 
 
 def _record_of_one_judge(runs: list[Run], judge: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from ia_mech.judge.rubric import heading
 from ia_mech.rates import figures, latent
 from ia_mech.rates.compute import MIN_ANNOTATED, MIN_ANNOTATED_SOURCES, RELIABILITY_TURNS, estimates
 from ia_mech.rates.evidence import DEPENDENT
+from ia_mech.rates.fit import highest, marked
 from ia_mech.rates.gate import Gate, named
 from ia_mech.rates.load import EVERY, SUBJECT, JudgedTurns, matching
 from ia_mech.results import LEAST_SHOWN, Result, Table, about_runs, cell_of, table_of
@@ -41,7 +42,7 @@ OTHERS: Columns = {
 }
 LEGENDS = {
     "floor": "After a wrong conversation: how often the judge calls the same turns follow-ups "
-    "there; excess: the rate minus that.",
+    "there; excess: the rate minus that, before rounding.",
     "difference": "p: Holm-corrected.",
     DEPENDENT: "Dependent: likelier after the own response than after all its siblings together "
     "(ia-mech reaction). Of turns that depend on no response, at most 1 in K would be, with K "
@@ -93,8 +94,7 @@ def result_on(
     known = judged.record.get("caveat", "").rstrip(".")
     control = [gate.sentence for gate in gates]
     control += [known[0].upper() + known[1:]] if known else []
-    control += [judged.above_fit] if judged.above_fit else []
-    return Result(
+    made = Result(
         name=f"rates-{judged.judge}{kind.removeprefix('rates')}{shown}",
         control=" ".join(f"{one}." for one in control),
         about={
@@ -106,6 +106,7 @@ def result_on(
         },
         **said,
     )
+    return marked(made, judged.record)
 
 
 def _subject(rows: pd.DataFrame) -> dict[str, Any]:
@@ -148,7 +149,9 @@ def _sentence(judged: JudgedTurns, of: pd.DataFrame, groups: pd.DataFrame, level
     said.append(f"These are {len(turns)} turns in {conversations}{few}.")
     if turns["unfinished"].any():
         said.append(f"{turns['unfinished'].mean():.0%} of them follow an unfinished response.")
-    return " ".join(filter(None, [*said, latent.verdict(of, level), _reaction(gate)]))
+    return " ".join(
+        filter(None, [*said, latent.verdict(of, level, highest(judged.record)), _reaction(gate)])
+    )
 
 
 def _by_group(field: str, rows: pd.DataFrame) -> str:
@@ -255,7 +258,7 @@ def _gate_table(gates: list[Gate]) -> Table:
                 rows.append([name, AFTER[one.kind], str(one.decoys), *numbers, one.verdict])
     return Table(
         "turns that the judge is shown after what they did not follow",
-        ["counted", "shown after", "turns", OWN, THERE, "excess", "gate"],
+        ["counted", "shown after", "times shown", OWN, THERE, "excess", "gate"],
         rows,
         "Gate: passed if the excess is shown to be larger than the floor (follow-ups there), "
         "failed if it is shown to be smaller, else undecided. After another response the excess "
@@ -307,7 +310,7 @@ def _floor_table(rows: pd.DataFrame, kind: str) -> Table:
         "excess": ("excess", "+.2f"),
     }
     title = f"follow-ups among turns that are shown after {AFTER[kind]}"
-    return table_of(title, own, heads, LINES, rows="turns", pooled="all", full=True)
+    return table_of(title, own, heads, LINES, rows="times shown", pooled="all", full=True)
 
 
 def _profile_tables(of_turns: pd.DataFrame) -> list[Table]:
@@ -357,7 +360,9 @@ def _figures(whole: pd.DataFrame, judged: JudgedTurns) -> dict:
         more = "" if perturbation == "none" else f", {perturbation}"
         more += "" if judged.by is None else f", all values of {one_line(judged.by, 40)} together"
         title = f"{one_line(model, 40)}{more}\njudge {gate.judge}, gate over all T: {gate.word}"
-        drawings["rates" if number == 1 else f"rates-{number}"] = figures.draw_rates(of, title)
+        drawings["rates" if number == 1 else f"rates-{number}"] = figures.draw_rates(
+            of, title, highest(judged.record)
+        )
     return drawings
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ia_mech.cli import Parser, path_of, run_command, run_folder, tolerant_streams
+from ia_mech.cli import JUDGE_HELP, Parser, path_of, run_command, run_folder, tolerant_streams
 
 if TYPE_CHECKING:
     from ia_mech.run import Run
@@ -39,6 +39,8 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="FOLDER",
         help="further folders with results on the first run",
     )
+    whose = f"{JUDGE_HELP}, in the lines at the end and first on the page"
+    parser.add_argument("--judge", metavar="NAME", help=whose)
     parser.add_argument(
         "--out", type=path_of, metavar="FILE", help="the page (default: report.html in the run)"
     )
@@ -72,27 +74,33 @@ def _report(args: argparse.Namespace) -> None:
     from ia_mech.report.contents import missing
     from ia_mech.report.ending import ending
     from ia_mech.run.integrity import replace_file
+    from ia_mech.run.labels import choose_judge
 
     runs = open_runs(args.runs)
     refuse_unwritable(out.parent)
     Bar().say("reading runs and results …")
-    page = render_report(runs, args.results)
+    judges = [choose_judge([run], args.judge) if run.labels.judges else None for run in runs]
+    page = render_report(runs, args.results, args.judge)
 
     def write(scratch: Path) -> None:
         scratch.write_text(page, encoding="utf-8")
 
     replace_file(out, write)
     screen = console()
-    for line in ending(runs, _names(runs)):
+    for line in ending(runs, _names(runs), judges):
         screen.print(line, soft_wrap=True, markup=False)
     print(f"\npage: {shell_word(out)}\nopen it in a browser: {out.resolve().as_uri()}")
-    for number, run in enumerate(runs):
-        for command in missing(run, result_folders(run, () if number else args.results)):
+    for number, (run, judge) in enumerate(zip(runs, judges, strict=True)):
+        folders = result_folders(run, () if number else args.results)
+        if command := missing(run, folders, judge):
             print(f"next: {program()} {command}")
 
 
-def render_report(runs: "Sequence[Run]", more: "Sequence[Path]" = ()) -> str:
-    """The page of open, finished runs; ``more`` are folders with results on the first one.
+def render_report(
+    runs: "Sequence[Run]", more: "Sequence[Path]" = (), judge: str | None = None
+) -> str:
+    """The page of open, finished runs; ``more`` are folders with results on the first one. The
+    labels of ``judge`` come first.
 
     Raises:
         UserError: labels or results that can't be read.
@@ -110,7 +118,7 @@ def render_report(runs: "Sequence[Run]", more: "Sequence[Path]" = ()) -> str:
     names = _names(runs)
     folders = [result_folders(run, () if n else more) for n, run in enumerate(runs)]
     cards = cards_of(runs, names, folders)
-    data, turns_note = browser(runs, names, folders)
+    data, turns_note = browser(runs, names, folders, judge=judge)
     models = ", ".join(dict.fromkeys(run.model["name"] for run in runs))
     turns = sum(len(run.turns) for run in runs)
     contexts = pd.concat([run.turns.drop_duplicates("context_id") for run in runs])

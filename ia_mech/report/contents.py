@@ -161,7 +161,7 @@ def _answer(run: Run, name: str, folder: Path, runs: Sequence[Run]) -> Answer:
         result = replace(result, about={"samples": samples, **result.about})
     kept = result.about.get("labels", {}).get(run.identity_digest)
     if kept is not None and kept != run.labels.digest(result.about["labellers"]):
-        warning = "These results rest on labels that have been replaced since. "
+        warning = "These results rest on labels that have been replaced or removed since. "
         result = replace(result, sentence=warning + result.sentence)
     inside = run.path.resolve() in folder.resolve().parents
     counted, here = set(result.about.get("identities", [])), {one.identity_digest for one in runs}
@@ -181,17 +181,15 @@ def _picture(stem: str, svg: bytes) -> Picture:
     return Picture(stem.replace("_", " "), image(svg), reading_of(svg), box, marks)
 
 
-def missing(run: Run, folders: Sequence[Path]) -> list[str]:
-    """The commands, without ``ia-mech``, that make the first results which a run still lacks."""
-    if not run.labels.judges:
-        return [f"judge run {shell_word(run.path)}"]
+def missing(run: Run, folders: Sequence[Path], judge: str | None) -> str:
+    """The command, without ``ia-mech``, that makes the first results which a run still lacks: rates
+    by the ``judge``, or the labels of one. Empty if it lacks none."""
+    if judge is None:
+        return f"judge run {shell_word(run.path)}"
     found = [read(folder).about for folder in folders]
     rated = {about.get("judge") for about in found if about["kind"].startswith("rates")}
-    return [
-        f"rates {shell_word(run.path)} --judge {shell_word(judge)}"
-        for judge in run.labels.judges
-        if judge not in rated
-    ]
+    flag = run.labels.flag(judge)
+    return "" if judge in rated else f"rates {shell_word(run.path)}{flag}"
 
 
 def estimates_table(frame: pd.DataFrame) -> Table:

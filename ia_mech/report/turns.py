@@ -39,6 +39,7 @@ def browser(
     names: Sequence[str],
     folders: Sequence[Sequence[Path]],
     limit: int = MAX_TOKENS,
+    judge: str | None = None,
 ) -> tuple[str, str]:
     """The packed data of the turn browser, and a sentence on how much it holds.
 
@@ -48,6 +49,8 @@ def browser(
     ``folders`` are each run's results. They add to the turns of every run that they name: bits
     (``reaction_bits``, ``bits_by_token``) from ``turns.parquet``, from that of ``rates`` whether a
     turn is dependent, and a probe's ``probability`` from ``predictions.parquet``.
+
+    The labels of ``judge`` come first.
 
     Raises:
         UserError: a table of a result is damaged.
@@ -75,6 +78,9 @@ def browser(
     shown = shown.sort_values("order", kind="stable")  # runs meet after each query
     records = [run.labels.record("judgements", j) for run in runs for j in run.labels.judges]
     follow_ups = {name for record in records for name in rubric_of(record).follow_ups} | {FOLLOW_UP}
+    if judge is not None:
+        first = [name for name in turns if name == f"category {judge}"]
+        turns = turns[[*first, *turns.columns.drop(first)]]
     data = packed(columns_of(shown, turns, names, sorted(follow_ups)))
     note = f"{count:,} turns after {len(contexts):,} conversations."
     if share < 1:

@@ -19,6 +19,7 @@ annotator's sheet) under ``ia_mech``. A file is replaced whole, so that readers 
 import hashlib
 import json
 import re
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -81,11 +82,44 @@ _RECORD = b"ia_mech"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
+BUILT_IN = "builtin"  # the name of the built-in judge
+
+
 class LabelledRun(Protocol):
     path: Path
 
     @property
     def turns_digest(self) -> str: ...
+
+    @property
+    def labels(self) -> "Labels": ...
+
+
+def choose_judge(runs: Sequence[LabelledRun], judge: str | None) -> str:
+    """Whose labels count: those of the ``judge`` that is named, else of the only one that labelled
+    the runs. Of several that labelled all of them it is the built-in judge, which a line on stderr
+    then says.
+
+    Raises:
+        UserError: a run isn't judged, or one has to be named.
+    """
+    for run in runs:
+        if not run.labels.judges:
+            raise UserError(
+                f"{run.path} has not been judged",
+                f"run: ia-mech judge run {shell_word(run.path)}; in Python: ia_mech.label(run)",
+            )
+    if judge is not None:
+        return judge
+    names = sorted({name for run in runs for name in run.labels.judges})
+    if len(names) == 1:
+        return names[0]
+    there = f"{runs[0].path} has" if len(runs) == 1 else "the runs have"
+    there, how = f"{there} labels by {', '.join(names)}", '--judge NAME, or judge="NAME"'
+    if any(BUILT_IN not in run.labels.judges for run in runs):
+        raise UserError(there, f"name the judge that counts: {how}")
+    print(f"{there}: the built-in judge's count ({how}, for another's)", file=sys.stderr)
+    return BUILT_IN
 
 
 class Labels:
@@ -116,6 +150,10 @@ class Labels:
     def sheets(self) -> list[str]:
         """Names of the blind sheets that were exported."""
         return _stems(self.path / "annotations" / "sheets", ".json")
+
+    def flag(self, judge: str) -> str:
+        """What a printed command needs to read this judge's labels: empty for the only judge."""
+        return f" --judge {shell_word(judge)}" if self.judges != [judge] else ""
 
     def digest(self, names: Sequence[str]) -> str:
         """A hash of all labels of these judges and annotators: 16 hex digits.
@@ -206,6 +244,19 @@ class Labels:
         """Replace the labels of an annotator."""
         return self._write("annotations", annotator, rows, ANNOTATIONS, record)
 
+    def remove(self, kind: str, name: str) -> None:
+        """Remove the labels of a judge (``judgements``) or annotator (``annotations``); also a file
+        that can't be read.
+
+        Raises:
+            UserError: there are none.
+        """
+        there = self.judges if kind == "judgements" else self.annotators
+        if name not in there:
+            known = f"choose from: {', '.join(there)}" if there else "there is nothing to remove"
+            raise UserError(f"{self.path} has no {kind} of {name!r}", known)
+        self._file(kind, name).unlink()
+
     def write_sheet(self, name: str, key: dict[str, Any]) -> Path:
         """Keep which row of an exported sheet is which user turn."""
         path = self.path / "annotations" / "sheets" / f"{check_name(name)}.json"
@@ -249,7 +300,7 @@ class Labels:
         path = shell_word(self.path)
         if kind != "judgements":
             return f"ia-mech annotate import {path} FILE --annotator {name} --replace"
-        if name == "builtin":
+        if name == BUILT_IN:
             return f"ia-mech judge run {path} --replace"
         # Without its --judge, the built-in judge would give its verdicts that name.
         return f"ia-mech judge run {path} --judge … --name {name} --replace"

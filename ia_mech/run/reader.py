@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from ia_mech.cli import expanded
 from ia_mech.errors import UserError
 from ia_mech.run import integrity, layout
-from ia_mech.run.labels import Labels
+from ia_mech.run.labels import Labels, choose_judge
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -325,7 +325,7 @@ class Run:
             judge: the name of a judge (a program that labelled the turns). It gives
                 ``category`` (``failed`` where the judge gave none), ``follow_up`` and, beside
                 texts, ``follow_up_probability`` (NaN where the judge gives no scores). With neither
-                name given, the run's only judge; a run with several judges is refused then.
+                name given, :func:`ia_mech.run.labels.choose_judge` chooses.
             annotator: the name of an annotator (a person or a model who labelled a sheet). It
                 gives ``truth_category`` and ``truth`` (whether the turn is a follow-up),
                 ``inclusion`` (the probability that the turn was chosen for annotation),
@@ -341,8 +341,8 @@ class Run:
             where the turn was not assessed.
 
         Raises:
-            UserError: there are no such labels, they can't be read or belong to other turns; or no
-                name is given, and the run has no judge or several.
+            UserError: there are no such labels, they can't be read or belong to other turns; or a
+                judge has to be named.
         """
         from ia_mech.run.labelled import (
             follow_up_probabilities,
@@ -351,18 +351,7 @@ class Run:
         )
 
         if judge is None and annotator is None:
-            judges = self.labels.judges
-            if len(judges) != 1:
-                if not judges:
-                    raise UserError(
-                        f"{self.path} has not been judged",
-                        f"ia_mech.label(run), or ia-mech judge run {self.path}",
-                    )
-                raise UserError(
-                    f"{self.path} has labels by {', '.join(judges)}, and no judge is named",
-                    f"name one, as in run.labelled({judges[0]!r})",
-                )
-            (judge,) = judges
+            judge = choose_judge([self], None)
         of_judge = [*columns, "scores"] if texts and judge is not None else columns
         frame = labelled_turns(self.turns, self.labels, judge, annotator, of_judge)
         if not texts:

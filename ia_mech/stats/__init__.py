@@ -2,8 +2,16 @@
 
 The package knows that rows come in sources, which are resampled, flipped and permuted as wholes; it
 knows nothing of runs, judges or models. No other code in the project computes an interval or a
-test. ``docs/judging.md`` says which is used for what; ``benchmarks/coverage.py`` measures how well
-they keep their level.
+test. ``benchmarks/coverage.py`` measures how well they keep their level:
+
+- a rate: Wilson's interval, with the effective number of turns; of a rate of 0 or 1 the exact bound
+  1 − 0.05^(1/n) for n queries;
+- a difference of two rates: both rates' intervals and the correlation between them (MOVER);
+- a floor, an excess: Student's t, with a variance that knows that a decoy shares one query with
+  some decoys and another one with others;
+- a rise from greedy to sampled turns, and its two parts (Kitagawa's decomposition): Student's t
+  with a jackknife over queries;
+- κ, AUROC: bootstrap over queries.
 """
 
 from ia_mech.stats.agreement import balanced_accuracy, kappa_of

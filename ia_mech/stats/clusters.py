@@ -25,7 +25,7 @@ def cluster_mean(
     level: float = 0.95,
     weights: ArrayLike | None = None,
 ) -> Estimate:
-    """Mean of values with an interval over sources; ``docs/judging.md`` says which.
+    """Mean of values with an interval over sources.
 
     A rate has :func:`ia_mech.stats.intervals.rate_interval`; with weights, the rows of each weight
     are a stratum (:func:`weighted_share`). Other means have ``intervals.student``.

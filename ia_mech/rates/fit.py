@@ -1,0 +1,79 @@
+"""Temperatures above those that the built-in judge was fitted on: a star marks them.
+
+The star stands behind the temperature in a result's sentences, tables and figures, and the control
+says once what it means.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ia_mech.results import Result
+from ia_mech.run.labels import BUILT_IN
+
+FITTED_TO = 0.7  # the highest temperature of turns that it was fitted on
+FOOTNOTE = f"Temperatures with * are above the built-in judge's fit (T ≤ {FITTED_TO})."
+_NUMBER = re.compile(r"\d+(\.\d+)?")
+_NAMED = re.compile(r"\bT = (\d++(?:\.\d++)?+)(?!\*)")
+
+
+def highest(record: Mapping[str, Any]) -> float:
+    """Up to which temperature the judge of this record was fitted; infinity if it wasn't."""
+    return FITTED_TO if record.get("identity", {}).get("kind") == BUILT_IN else math.inf
+
+
+def starred(text: str, fit: float) -> str:
+    """The text with a star behind each ``T = …`` above the fit."""
+    return _NAMED.sub(lambda found: found[0] + "*" * (float(found[1]) > fit), text)
+
+
+def temperature(value: float, fit: float) -> str:
+    """A temperature as the axis of a figure names it."""
+    star = "*" if value > fit else ""
+    return f"{value:g}{star}" if value else "greedy"
+
+
+def marked(result: Result, record: Mapping[str, Any]) -> Result:
+    """The result of a judge's labels, with stars behind temperatures above the judge's fit."""
+    fit = highest(record)
+    if fit == math.inf:
+        return result
+    tables = [
+        replace(
+            table,
+            title=starred(table.title, fit),
+            rows=[
+                [_cell(head, cell, fit) for head, cell in zip(table.columns, row, strict=True)]
+                for row in table.rows
+            ],
+        )
+        for table in result.tables
+    ]
+    for figure in result.figures.values():
+        _mark(figure, fit)
+    sentence = starred(result.sentence, fit)
+    stars = sentence != result.sentence or tables != [*result.tables]
+    control = result.control
+    if stars and FOOTNOTE not in control:
+        control = f"{control} {FOOTNOTE}".strip()
+    return replace(result, sentence=sentence, control=starred(control, fit), tables=tables)
+
+
+def _cell(head: str, cell: str, fit: float) -> str:
+    if head == "T" and _NUMBER.fullmatch(cell):
+        return temperature(float(cell), fit)
+    return starred(cell, fit)
+
+
+def _mark(figure: Any, fit: float) -> None:
+    """Stars in a figure's words: titles, legends and the names of ticks."""
+    from matplotlib.text import Text
+
+    for text in figure.findobj(Text):
+        text.set_text(starred(text.get_text(), fit))
+    for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
+        names = [one.get_text() for one in axis.get_ticklabels()]
+        if (marks := [starred(name, fit) for name in names]) != names:
+            axis.set_ticks(axis.get_ticklocs(), marks)
