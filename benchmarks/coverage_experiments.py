@@ -14,8 +14,17 @@ import numpy as np
 import pandas as pd
 
 from benchmarks.coverage_data import percent, table
-from experiments.directions import permuted_probes, random_directions
-from experiments.interchange import ARMS, CHOOSING, MOVED, RATIO, UNDER, donors_of, estimates
+from experiments.control import (
+    ARMS,
+    MOVED,
+    RATIO,
+    UNDER,
+    donors_of,
+    estimates,
+    permuted_probes,
+    random_directions,
+)
+from experiments.outcome import CHOOSING
 from ia_mech.judge.decoys import WRONG
 from ia_mech.rates.latent import REST, RISE, ROLE, rises
 from ia_mech.stats import cluster_mean, paired_difference, permutation_p

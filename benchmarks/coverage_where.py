@@ -11,21 +11,11 @@ import numpy as np
 import pandas as pd
 
 from benchmarks.coverage_data import percent, table
-from experiments.arms import estimate_best
-from experiments.hybrids import AFTER_RESPONSE, HEADER, OWN, QUERY, RESPONSE, SCORES, WINDOW
-from experiments.locate import (
-    ABOVE_TENTH,
-    BITS,
-    HITS,
-    LEFT_OUT,
-    LESS_QUERY,
-    OWN_SCORES,
-    SHARE,
-    BitsBySite,
-    query_bits_of,
-    whole_site_estimates,
-    window_set,
-)
+from experiments.change import AFTER_RESPONSE, HEADER, OWN, QUERY, RESPONSE
+from experiments.control import estimate_best
+from experiments.grid import ABOVE_TENTH, BITS, HITS, SHARE
+from experiments.locate import LEFT_OUT, LESS_QUERY, WINDOW, estimates, window_set
+from experiments.outcome import OWN_SCORES, SCORES, query_bits_of
 from ia_mech.likelihood.carried import CANDIDATES
 
 QUERIES = 60, 168
@@ -70,11 +60,9 @@ def windows(trials: int) -> None:
             nats = np.array(kinds[kind])
             best, equal = nats == nats.max(), (nats == nats[0]).all()
             for _ in range(trials // 5):
-                cell = [
-                    one.assign(layer=layer)
-                    for layer, one in enumerate(scores(rng, queries, kinds[kind]))
-                ]
-                found = [one.estimate.value for one in window_set(pd.concat(cell), OPTIONS)]
+                each = [query_bits_of(one, 0) for one in scores(rng, queries, kinds[kind])]
+                cells_of = {layer: one for layer, one in enumerate(each) if one}
+                found = [one.estimate.value for one in window_set(cells_of, OPTIONS)]
                 kept = np.array(found) > 1 - OPTIONS["level"]
                 named = len(kept) > 0 and not kept.all()
                 wrong = named and (equal or not kept[best].all())
@@ -95,8 +83,8 @@ def sites(trials: int) -> None:
         own, *rest = scores(rng, queries, [EXPRESSED, *nats])
         own[SCORES] = own[OWN_SCORES].to_numpy()
         found = [query_bits_of(one, 0) for one in (own, *rest)]
-        whole: BitsBySite = {1.0: dict(zip(names, found, strict=True))}  # type: ignore[arg-type]
-        made = whole_site_estimates(whole, OPTIONS)
+        each = {(name, -1): one for name, one in zip(names, found, strict=True) if one}
+        made = estimates({1.0: each}, OPTIONS)
         return {(one.quantity, one.names["term"]): one for one in made}
 
     kinds = {"response": [1.4, 0.1, 0.0, 0.0], "both": [1.2, 1.2, 1.2, 0.0]}

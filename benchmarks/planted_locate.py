@@ -31,27 +31,11 @@ import torch
 
 from benchmarks.coverage_data import table
 from benchmarks.planted_routes import DEPTH, DIRECT, GREEDY, ROUTES, SAMPLED, Kind, model, siblings
+from experiments.change import HEADER, OWN, RESPONSE, STATE
 from experiments.experiment import Model
-from experiments.hybrids import (
-    HEADER,
-    OWN,
-    RESPONSE,
-    STATE,
-    WINDOW,
-    SiteScorer,
-    layer_windows,
-)
-from experiments.locate import (
-    ABOVE_TENTH,
-    BITS,
-    MAY_BE_MOST,
-    Locate,
-    estimated,
-    estimates,
-    query_bits_of,
-    whole_site_bits,
-    with_own_scores,
-)
+from experiments.grid import ABOVE_TENTH, BITS, estimated
+from experiments.locate import MAY_BE_MOST, WINDOW, Locate, estimates, layer_windows
+from experiments.outcome import bits_by_cell, query_bits_of, with_own_scores
 from ia_mech.estimates import frame_of
 
 QUERIES, SEEDS = 60, 20
@@ -74,7 +58,7 @@ def measure_study(
     parts = []
     for number in range(queries):
         unit = siblings(kind, rng, f"q{number:03d}", wordings)
-        parts.append(SiteScorer(Model(subject, None), unit).table())
+        parts.append(unit.rows(Model(subject, None)))
         parts[-1]["source"] = unit.source
     return with_own_scores(pd.concat(parts, ignore_index=True))
 
@@ -82,7 +66,7 @@ def measure_study(
 def study_estimates(kind: Kind, seed: int, queries: int, noise: float = NOISE) -> pd.DataFrame:
     """Every estimate of one study."""
     rows = measure_study(kind, seed, queries, noise)
-    found = estimates(rows, whole_site_bits(rows, OPTIONS["seed"]), OPTIONS)
+    found = estimates(bits_by_cell(rows, OPTIONS["seed"]), OPTIONS)
     if kind.name in WORDED:
         worded = measure_study(kind, seed, queries, noise, wordings=True)
         both = [

@@ -24,7 +24,9 @@ import torch
 import transformers
 from transformers.models.qwen3_5 import Qwen3_5TextConfig
 
-from experiments.hybrids import HEADER, OWN, RESPONSE, STATE, WINDOWS, SiblingContexts
+from experiments.change import HEADER, OWN, RESPONSE, STATE
+from experiments.locate import WINDOWS, cells_of
+from experiments.outcome import SiblingContexts
 from ia_mech.engine.installed import install
 
 NAMES, LENGTH = 4, 4  # contents and wordings; words of a turn after its first
@@ -53,7 +55,7 @@ class Kind:
 
     Attributes:
         name: as it is shown.
-        carries: the sites that carry bits, by their names in ``experiments.hybrids``.
+        carries: the sites that carry bits, by their names in ``experiments.change``.
         follows: how often a turn says what its response says; otherwise it says a random word.
         code: a header token gets the content's name.
         bag: header tokens get the mean of the response's words.
@@ -258,7 +260,7 @@ def siblings(
             ids = (OPENING if opened else OPENER, *[ECHO + said] * LENGTH)
             turns.append((k, temperature, 0, ids))
     return SiblingContexts(
-        name, "planted", 0, contexts, starts, stops, (2, 5),
+        name, "planted", 0, contexts, starts, stops, {"header_0": 2, "header_last": 4},
         [f"{name}-{k}" for k in range(NAMES)], turns, worded.tolist(),
-        [WINDOWS] if kind.windows else [], SAMPLED, DEPTH,
+        cells_of([WINDOWS] if kind.windows else [], DEPTH, kind.state), SAMPLED,
     )  # fmt: skip

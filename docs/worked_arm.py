@@ -13,9 +13,11 @@ import sys
 
 import pandas as pd
 
-from experiments.arms import RATE, Arm, arm_estimates, conversations_of, verdicts_of
-from experiments.changes import sentences
+from experiments.arms import Arm, conversations_of, verdicts_of
+from experiments.change import sentences
+from experiments.control import arm_estimates
 from experiments.experiment import Conclusion, Experiment
+from experiments.outcome import RATE
 from experiments.tables import only, tables_of
 
 WHOLE, NO_LAST, NO_FIRST = "whole response", "without its last sentence", "without its first one"

@@ -34,6 +34,18 @@ class Opened(Unit):
     contexts: list[tuple[int, ...]]
     turns: list[tuple[int, tuple[int, ...]]]
 
+    def rows(self, model):
+        k = len(self.contexts)
+        wanted = [Turn(j, ids) for _, ids in self.turns for j in range(k)]
+        scored = model.score(self.contexts, wanted)
+        bits = np.array([one.logprobs_raw.sum() for one in scored]).reshape(-1, k) / np.log(2)
+        rows = []
+        for (followed, _), each in zip(self.turns, bits, strict=True):
+            siblings = np.roll(each, -followed)[1:]  # each comes first equally often
+            rows.append({"term": OWN, "bits": each[followed] - siblings.mean()})
+            rows.append({"term": CONTROL, "bits": siblings[0] - siblings[1:].mean()})
+        return pd.DataFrame(rows)
+
 
 class FirstWords(Experiment):
     name = "first_words"
@@ -48,19 +60,6 @@ class FirstWords(Experiment):
                 scored = len(turns) * len(query.contexts) * TOKENS
                 tokens = sum(map(len, query.token_ids)) + scored
                 yield Opened(query.source, query.dataset, tokens, query.token_ids, turns)
-
-    @staticmethod
-    def measure(model, unit):
-        k = len(unit.contexts)
-        wanted = [Turn(j, ids) for _, ids in unit.turns for j in range(k)]
-        scored = model.score(unit.contexts, wanted)
-        bits = np.array([one.logprobs_raw.sum() for one in scored]).reshape(-1, k) / np.log(2)
-        rows = []
-        for (followed, _), each in zip(unit.turns, bits, strict=True):
-            siblings = np.roll(each, -followed)[1:]  # each comes first equally often
-            rows.append({"term": OWN, "bits": each[followed] - siblings.mean()})
-            rows.append({"term": CONTROL, "bits": siblings[0] - siblings[1:].mean()})
-        return pd.DataFrame(rows)
 
     def estimate(self, rows):
         for dataset, here in by_dataset(rows):

@@ -3,36 +3,29 @@
 An arm changes the conversations, the settings, or what happens while a context is prefilled. It is
 sampled with the model and all other settings of the first run. Its folder holds
 ``conversations.jsonl`` and ``run/``, a run like any other, which goes on where it was interrupted.
-Its turns are judged as the first run's were. They are compared with the turns of the unchanged run,
-or of another arm, paired by query: by their follow-up rate, and by its excess over the rate of the
-same turns after siblings.
+Its turns are judged as the first run's were.
 """
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pandas as pd
 
 from ia_mech.cli import shell_word
 from ia_mech.data.conversations import Conversation
 from ia_mech.display import Bar
 from ia_mech.errors import UserError
-from ia_mech.estimates import ALL, Group, TidyEstimate, paired_row
 from ia_mech.judge import builtin_judge
-from ia_mech.judge.decoys import SIBLING
 from ia_mech.judge.judging import ON_UNPERTURBED, label_run
 from ia_mech.judge.verdict import identity_hash
-from ia_mech.rates.gate import VERDICTS
 from ia_mech.rates.load import NO_ANNOTATOR, JudgedTurns, read_runs
 from ia_mech.run import Run, integrity, layout
 from ia_mech.run.integrity import without_folders
 from ia_mech.settings import Settings
-from ia_mech.stats import Estimate, cluster_bootstrap, cluster_mean
 
 if TYPE_CHECKING:
     from ia_mech.collect.job import Interventions
@@ -50,8 +43,6 @@ SHARED = (
     *("device_map", "batch_rows", "ignore_check"),
 )
 POSITIONS = ("header_last",)  # where the residual stream of arms is kept
-RATE, SIBLINGS, EXCESS = "follow-ups", "follow-ups after siblings", "excess over siblings"
-OF_QUERIES = {RATE: (0.0, 1.0), SIBLINGS: (0.0, 1.0), EXCESS: (-1.0, 1.0)}  # and their bounds
 
 
 @dataclass(frozen=True)
@@ -206,115 +197,3 @@ def judge_alike(first: Run, runs: Sequence[Run], judge: str, *, unperturbed: boo
 def verdicts_of(runs: Sequence[Run], judge: str | None) -> JudgedTurns:
     """The turns of runs with a judge's verdicts; no annotations are read."""
     return read_runs(runs, judge, NO_ANNOTATOR)
-
-
-def rates_by_query(judged: JudgedTurns) -> pd.DataFrame:
-    """Rates of turns by temperature and query, and of the same turns shown after siblings.
-
-    Args:
-        judged: with decoys.
-
-    Returns:
-        One row per temperature and source with both verdicts: ``temperature``, ``dataset``,
-        ``source``, and :data:`OF_QUERIES`, means over its turns.
-
-    Raises:
-        UserError: no turn was judged after siblings.
-    """
-    decoys = judged.decoys[judged.decoys["decoy"] == SIBLING]
-    if decoys.empty:
-        path = judged.runs[0].path
-        raise UserError(
-            f"{path} has no turns judged after siblings",
-            f"judge it again: ia-mech judge run {shell_word(path)} --replace",
-        )
-    both = decoys.dropna(subset=[*VERDICTS])
-    own, other = (both[name].astype(float) for name in VERDICTS)
-    keys = ["temperature", "dataset", "source"]
-    rows = both[keys].astype({"temperature": float, "dataset": object, "source": object})
-    rows = rows.assign(**{RATE: own, SIBLINGS: other, EXCESS: own - other})
-    return rows.groupby(keys, sort=False).mean().reset_index()
-
-
-# -- compared --------------------------------------------------------------------------------------
-
-
-def arm_estimates(
-    rows: pd.DataFrame,
-    by: Sequence[str],
-    bounds: Mapping[str, tuple[float, float]],
-    less: Mapping[str, dict[str, Any]],
-    options: dict[str, Any],
-    dataset: str = ALL,
-    compared: Sequence[str] | None = None,
-) -> Iterator[TidyEstimate]:
-    """Means of arms, and their differences from others, paired by query.
-
-    Args:
-        rows: ``source``, the columns that name an arm, and values of quantities.
-        by: the columns that name an arm.
-        bounds: quantity → its bounds. A quantity without values is left out.
-        less: words → what differs in the name of the arm that is subtracted; the difference is
-            called ``quantity, words``. No arm is subtracted from itself.
-        options: ``level``, ``resamples`` and ``seed``.
-        dataset: that the rows are of.
-        compared: the quantities of differences (default: all).
-    """
-    group = Group(np.array([]), options, {"dataset": dataset})
-    arms = dict(list(rows.groupby(list(by), sort=False)))
-    for key, own in arms.items():
-        names = dict(zip(by, key, strict=True))
-        known = [one for one in bounds if one in own and own[one].notna().any()]
-        for quantity in known:
-            values, sources = own[quantity], own["source"]
-            found = cluster_mean(values, sources, level=options["level"])
-            clipped = found.clip(*bounds[quantity])
-            yield group.row(quantity, clipped, int(values.notna().sum()), **names)
-        for words, other in less.items():
-            base = arms.get(tuple((names | other)[name] for name in by))
-            if base is None or base is own:
-                continue
-            for quantity in (one for one in known if one in (compared or known)):
-                pair = own[quantity], own["source"], base[quantity], base["source"]
-                least, most = bounds[quantity]
-                row = paired_row(group, f"{quantity}, {words}", *pair, **names)
-                yield replace(row, estimate=row.estimate.clip(least - most, most - least))
-
-
-def best_elsewhere(
-    ranked: np.ndarray, reported: np.ndarray, part: np.ndarray, counts: np.ndarray
-) -> np.ndarray:
-    """The mean of the arm that is best on other queries.
-
-    Args:
-        ranked: ``[arms, queries]`` by whose mean an arm is chosen.
-        reported: ``[arms, queries]`` what is read off there.
-        part: ``[queries]`` numbers: the queries of part 1 choose the arm that those of part 0
-            report, and the other way round; likewise parts 2 and 3, and so on.
-        counts: ``[resamples, queries]`` how often each query was drawn.
-
-    Returns:
-        ``[resamples]`` means over queries; NaN where a part has nothing to choose by.
-    """
-    total = np.zeros(len(counts))
-    for one in np.unique(part):
-        choosing, reporting = counts * (part == one ^ 1), counts * (part == one)
-        best = (choosing @ ranked.T).argmax(1)  # sums rank as means do
-        total += (reporting * reported[best]).sum(1)
-        total[(choosing.sum(1) == 0) & (reporting.sum(1) > 0)] = np.nan
-    return total / counts.sum(1)
-
-
-def estimate_best(
-    ranked: np.ndarray,
-    reported: np.ndarray,
-    part: np.ndarray,
-    sources: Sequence[str],
-    options: Mapping[str, Any],
-) -> Estimate:
-    """:func:`best_elsewhere` with its interval; the bootstrap repeats the choice."""
-
-    def statistic(counts: np.ndarray) -> np.ndarray:
-        return best_elsewhere(ranked, reported, part, counts)
-
-    return cluster_bootstrap(statistic, list(sources), **options)[0]

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from experiments.bits import QueryValues, estimate_means
+from experiments.control import QueryValues, estimate_means
 from experiments.elicit import arm_name
 from experiments.figures import Bars, Drawing, Lines
 from experiments.locate import WINDOW

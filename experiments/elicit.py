@@ -26,21 +26,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from experiments.arms import (
-    EXCESS,
-    OF_QUERIES,
-    RATE,
-    SIBLINGS,
-    Arm,
-    arm_estimates,
-    conversations_of,
-    estimate_best,
-    rates_by_query,
-    verdicts_of,
-)
-from experiments.bits import halves_of
+from experiments.arms import Arm, conversations_of, verdicts_of
+from experiments.control import arm_estimates, estimate_best, halves_of
 from experiments.experiment import Conclusion, Experiment, flag
 from experiments.figures import Bars, Drawing
+from experiments.outcome import EXCESS, OF_QUERIES, RATE, SIBLINGS, rates_by_query
 from experiments.tables import only, tables_of
 from ia_mech.estimates import ALL, TidyEstimate, holm_corrected
 from ia_mech.models.embedded import NAME

@@ -5,8 +5,7 @@ the module: the question as its first sentence, the method, what it needs, what 
 
 - what it needs, as class attributes: several responses to a query, a judge, the model;
 - ``arms``, if turns are to be sampled under other conditions first (:mod:`experiments.arms`);
-- ``units``: what is measured by itself, and stored when it is finished;
-- ``measure``: a unit → rows;
+- ``units``: what is measured by itself, and stored when it is finished; each knows its ``rows``;
 - ``estimate``: all rows → estimates (:mod:`ia_mech.estimates`);
 - ``tables`` and ``figures`` of these, as data (:mod:`experiments.tables`,
   :mod:`experiments.figures`);
@@ -38,7 +37,7 @@ import pandas as pd
 from filelock import FileLock, Timeout
 
 from experiments.arms import CHAT, DECODING, Arm, judge_alike, sample_arm, verdicts_of
-from experiments.figures import Drawing
+from experiments.figures import Drawing, Lines
 from experiments.parts import keep, kept
 from experiments.tables import estimates_of, headline, print_plan, sentence_of, too_few
 from ia_mech.cli import (
@@ -108,6 +107,11 @@ class Unit:
     dataset: str
     tokens: int
 
+    def rows(self, model: Any) -> pd.DataFrame:
+        """What is measured, by the :class:`Model` and this unit alone; ``source`` and ``dataset``
+        are added."""
+        raise NotImplementedError
+
 
 class Conclusion(NamedTuple):
     """What was found, and its control."""
@@ -118,7 +122,7 @@ class Conclusion(NamedTuple):
 
 @dataclass
 class Model:
-    """The subject model, as ``measure`` has it.
+    """The subject model, as units have it.
 
     Attributes:
         subject: the model, its tokenizer, the hash of its weights.
@@ -155,7 +159,7 @@ class Experiment(ABC):
         name: of the results, and of the module.
         siblings: queries with several responses are needed.
         judged: verdicts are used, so that a judge can be chosen.
-        loads: ``measure`` uses the model; else it is given None, and no model is loaded.
+        loads: units use the model; else they are given None, and no model is loaded.
         several_models: runs of several models may be given together.
         mixed: runs that were decoded in different ways may be given together.
         queries_used: how many queries at most, drawn by ``--seed``; None for all. If it is given,
@@ -197,6 +201,11 @@ class Experiment(ABC):
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
         """Add the experiment's own flags."""
 
+    @classmethod
+    def asked(cls, args: argparse.Namespace) -> "type[Experiment]":
+        """The class that answers what the flags ask for."""
+        return cls
+
     def read(self) -> None:  # noqa: B027 (may allow everything)
         """Refuse here what can't be answered: it is called before anything is computed."""
 
@@ -207,15 +216,6 @@ class Experiment(ABC):
     def units(self) -> Iterable[Unit]:
         """What is measured. With ``--dry-run`` nothing is in ``sampled``."""
         return []
-
-    @staticmethod
-    def measure(model: Any, unit: Any) -> pd.DataFrame:
-        """Rows of a unit; ``source`` and ``dataset`` are added.
-
-        ``model`` is a :class:`Model`. It may be called on another machine, where nothing is known
-        but these two.
-        """
-        raise NotImplementedError
 
     def rows(self) -> pd.DataFrame:
         """All rows. One that measures in several steps calls :meth:`measure_units` for each."""
@@ -321,7 +321,7 @@ class Experiment(ABC):
         place = run.path if run else None
         if place not in self._workers:
             team, chat = team_for(run, self._place, self.crew) if run else (Team(), None)
-            self._workers[place] = team, partial(measured, self.measure, chat)
+            self._workers[place] = team, partial(measured, chat)
         return self._workers[place]
 
     @property
@@ -493,8 +493,10 @@ class Experiment(ABC):
         The code counts as text, so that the key is the same for any version of Python."""
         model, kinds = self.runs[0].model, type(unit).__mro__
         modules = {kind.__module__ for kind in kinds if issubclass(kind, Unit) and kind is not Unit}
-        modules.add(type(self).measure.__module__)
-        code = sorted(hash_of((Path(inspect.getfile(sys.modules[one])),)) for one in modules)
+        code = sorted(
+            hash_of((Path(inspect.getfile(sys.modules[one])),))
+            for one in modules_of(frozenset(modules))
+        )
         what = [self.name, code, model["weights_hash"], model["dtype"], type(unit).__name__]
         return [*what, *(engine_of() if self.loads else ()), asdict(unit)]
 
@@ -566,8 +568,8 @@ class Experiment(ABC):
     @classmethod
     def command(cls, args: argparse.Namespace) -> None:
         """What the command does: answer, write and print."""
-        runs = open_runs(args.runs)
-        one = cls(runs, args, output_folder(cls, args.out, args.runs[0]))
+        runs, kind = open_runs(args.runs), cls.asked(args)
+        one = kind(runs, args, output_folder(kind, args.out, args.runs[0]))
         one.check()
         if args.dry_run:
             plan = one.plan()
@@ -706,13 +708,13 @@ def flag(
 
 
 def measured(
-    measure: Callable, chat: Any, subject: "Subject | None", unit: Unit, share: int, listener: Any
+    chat: Any, subject: "Subject | None", unit: Unit, share: int, listener: Any
 ) -> pd.DataFrame:
     """The rows of a unit, in passes that hold one part in ``share`` of what they may."""
     from ia_mech.engine.memory import smaller_passes
 
     with smaller_passes(share):
-        return measure(subject and Model(subject, chat, listener.advance), unit)
+        return unit.rows(subject and Model(subject, chat, listener.advance))
 
 
 def spec_of(run: Run, place: str | None = None) -> "ModelSpec":
@@ -780,13 +782,28 @@ def hash_of(files: tuple[Path, ...]) -> str:
     return hashlib.blake2b(text, digest_size=8).hexdigest()
 
 
+@lru_cache
+def modules_of(measuring: frozenset[str]) -> frozenset[str]:
+    """Modules that measure, and those of experiments that they import, but for the runner's own."""
+
+    def closed(todo: list[str]) -> set[str]:
+        found: set[str] = set()
+        while todo:
+            if (name := todo.pop()) not in found:
+                found.add(name)
+                held = vars(sys.modules[name]).values()
+                named = (str(getattr(one, "__module__", "")) for one in held)
+                todo += [one for one in named if one.startswith("experiments.")]
+        return found
+
+    return frozenset(measuring | (closed(list(measuring)) - closed([__name__, Lines.__module__])))
+
+
 def engine_of() -> list[str]:
     """What computes with the model: our code as a hash, and torch's version on any machine."""
     import torch
 
-    import ia_mech
-
-    package = Path(ia_mech.__file__).parent
+    package = Path(inspect.getfile(UserError)).parent
     files = (sorted((package / name).glob("*.py")) for name in ("engine", "likelihood"))
     return [hash_of((*chain.from_iterable(files),)), torch.__version__.partition("+")[0]]
 

@@ -110,43 +110,7 @@ class Bars:
         return figure
 
 
-@dataclass(frozen=True, eq=False)
-class HeatMap:
-    """Estimates over two columns.
-
-    Attributes:
-        title: of the figure.
-        x, y: what the axes show.
-        unit: of the values.
-        rows: estimates, one per cell; cells without one stay empty.
-        across, down: the columns of the axes.
-    """
-
-    title: str
-    x: str
-    y: str
-    unit: str
-    rows: pd.DataFrame
-    across: str
-    down: str
-
-    def draw(self) -> "Figure":
-        columns, lines = _values(self.rows[self.across]), _values(self.rows[self.down])
-        cells = np.full((len(lines), len(columns)), np.nan)
-        for _, row in self.rows.iterrows():
-            cells[lines.index(row[self.down]), columns.index(row[self.across])] = row["value"]
-        figure, axes = new_axes(self.title, self.x, self.y)
-        image = axes.imshow(cells, aspect="auto", cmap="viridis", interpolation="nearest")
-        axes.set_xticks(range(len(columns)), [str(one) for one in columns])
-        axes.set_yticks(range(len(lines)), [str(one) for one in lines])
-        figure.colorbar(image, label=self.unit)
-        figure.set_label(
-            f"The colour of a cell is its estimate, {self.unit}; an empty cell wasn't measured."
-        )
-        return figure
-
-
-Drawing = Lines | Bars | HeatMap
+Drawing = Lines | Bars
 
 
 def _label(value: Any, column: str) -> str:

@@ -17,6 +17,7 @@ import pandas as pd
 from ia_mech.display import Bar
 from ia_mech.errors import UserError
 from ia_mech.judge.rubric import FOLLOW_UP
+from ia_mech.run.labels import KEY
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -94,6 +95,17 @@ def openings_of(turns: pd.DataFrame) -> Openings:
         for kind in kinds
     )
     return Openings(*counts)
+
+
+def with_token_scores(turns: pd.DataFrame, runs: Sequence[Run]) -> pd.DataFrame:
+    """The turns with their tokens, the tokens' log-probabilities and ranks, and ``at``, the row of
+    their context."""
+    written = []
+    for run in runs:
+        row = {name: at for at, name in enumerate(run.contexts["context_id"])}
+        own = run.generations[[*KEY, "token_ids", "logprobs_raw", "ranks"]]
+        written.append(own.assign(run=str(run.path), at=own["context_id"].map(row).astype(int)))
+    return turns.merge(pd.concat(written), on=["run", *KEY], how="left", validate="one_to_one")
 
 
 # -- the first token -------------------------------------------------------------------------------

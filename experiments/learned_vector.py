@@ -31,30 +31,13 @@ from typing import Any, ClassVar
 import numpy as np
 import pandas as pd
 
-from experiments.arms import (
-    EXCESS,
-    OF_QUERIES,
-    RATE,
-    SIBLINGS,
-    Arm,
-    arm_estimates,
-    conversations_of,
-    estimate_best,
-    rates_by_query,
-    verdicts_of,
-)
-from experiments.bits import Ids
-from experiments.directions import (
-    BATCH,
-    Learning,
-    SteeredContext,
-    centred_states,
-    learn,
-    random_directions,
-    steered_context,
-)
-from experiments.experiment import Conclusion, Experiment, Model, flag
+from experiments.arms import Arm, conversations_of, verdicts_of
+from experiments.change import Ids
+from experiments.control import arm_estimates, centred_states, estimate_best, random_directions
+from experiments.experiment import Conclusion, Experiment, flag
 from experiments.figures import Drawing, Lines
+from experiments.fit import BATCH, Learning, SteeredContext, steered_context
+from experiments.outcome import EXCESS, OF_QUERIES, RATE, SIBLINGS, rates_by_query
 from experiments.tables import only, tables_of
 from ia_mech.cli import whole_from
 from ia_mech.errors import UserError
@@ -220,24 +203,10 @@ class LearnedVector(Experiment):
         return found
 
     def plan(self) -> dict[str, str]:
-        units, vectors = self.units(), (*LEARNED, RANDOM)
         contexts = sum(len(one.contexts) for half in self.learners for one in self.measured(half))
-        return {
-            "vectors": f"{', '.join(vectors)}; at {', '.join(self.positions)}, after layers "
-            f"{', '.join(map(str, self.layers))}",
-            "to learn": f"{len(units)} of them from "
-            f"{' and '.join(str(len(those[OWN])) for those in self.examples)} follow-ups, "
-            f"about {sum(unit.tokens for unit in units):,} tokens; {sum(self._stored(units))} are "
-            "learned already",
-            "then to sample": f"{contexts} conversations under each of "
-            f"{len(self.layers) * len(vectors)}"
-            f" vectors, a greedy turn after each",
-        }
-
-    @staticmethod
-    def measure(model: Model, unit: Any) -> pd.DataFrame:
-        row = {"half": unit.half, "term": unit.term, "layer": unit.contexts[0].layer}
-        return pd.DataFrame([row | {"direction": learn(model, unit)}])
+        vectors = len(self.layers) * len((*LEARNED, RANDOM))
+        more = f"{contexts} conversations under each of {vectors} vectors, a greedy turn after each"
+        return super().plan() | {"then to sample": more}
 
     def measured(self, learner: int) -> list[Query]:
         """The queries whose turns are written under what a half has learned."""

@@ -31,14 +31,19 @@ Needs: a run with four or more responses per query (sample with --response gener
 Cost: about 30,000 tokens a query with all four recipients and the usual maps; --dry-run counts.
 Models with recurrent layers take twice as many.
 
+With --outcome follow-up, turns are sampled after a recipient with one site of another query's
+context: of one with many follow-ups, and of one with few, as in ia-mech interchange. They are kept,
+and judged.
+
     ia-mech locate cache/RUN
     ia-mech locate cache/RUN --queries 20 --maps             # whole sites alone
     ia-mech locate cache/RUN --recipients 1 --maps windows   # a larger model
+    ia-mech locate cache/RUN --outcome follow-up             # a judged run with 16 samples
 """
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import permutations
@@ -47,68 +52,94 @@ from typing import Any, ClassVar
 import numpy as np
 import pandas as pd
 
-from experiments.bits import LEAST_QUERIES, QueryValues, estimate_means
-from experiments.experiment import Conclusion, Experiment, Model, flag
-from experiments.figures import Bars, Drawing, Lines
-from experiments.hybrids import (
-    ALL_LAYERS,
+from experiments.change import (
     ALL_THREE,
-    BAND_SITES,
-    BLOCK_SITES,
-    BLOCKS,
-    COMPUTED_ON,
     DONATED,
-    FIRST_SCORES,
-    FULL_LAYERS,
     HEADER,
-    HEADER_FIRST,
-    HEADER_LAST,
-    MAPS,
-    OF_RECURRENT,
     OWN,
     QUERY,
-    RANDOM_SITES,
     RESPONSE,
     RESPONSE_AND_HEADER,
-    RESPONSES,
-    SCORES,
+    RESPONSE_AND_STATE,
     SITES,
     STATE,
-    TOKENS,
-    USUAL_MAPS,
-    WINDOW,
-    WITHOUT_WINDOW,
-    WRITTEN,
-    WRITTEN_OF_RECURRENT,
-    SiblingContexts,
-    SiteScorer,
-    tokens_scored,
-    window_size,
+    WHOLE_SITES,
+    Anew,
+    Band,
+    Cell,
+    Layers,
+    Mask,
+    Replaced,
+    Splice,
+    Whole,
+)
+from experiments.experiment import Conclusion
+from experiments.figures import Bars, Drawing, Lines
+from experiments.grid import (
+    ABOVE_TENTH,
+    BITS,
+    BY_BITS,
+    BY_FOLLOW_UPS,
+    HITS,
+    SHARE,
+    Bits,
+    FollowUps,
+    Grid,
+    carried,
+    estimated,
+)
+from experiments.outcome import (
+    WRITTEN_AFTER,
+    BitsByCell,
+    balanced_queries,
+    bits_by_cell,
+    of_first_tokens,
+    of_later_tokens,
+    query_bits_of,
+    with_own_scores,
 )
 from experiments.tables import tables_of
 from ia_mech.errors import UserError
-from ia_mech.estimates import (
-    ALL,
-    Group,
-    TidyEstimate,
-    all_datasets,
-    holm_corrected,
-)
-from ia_mech.likelihood.carried import (
-    CANDIDATES,
-    CEILING,
-    QueryBits,
-    bits_by_query,
-)
+from ia_mech.estimates import ALL, TidyEstimate, all_datasets, holm_corrected
+from ia_mech.likelihood.carried import CANDIDATES, CEILING, QueryBits
 from ia_mech.results import SHARE as AS_SHARE
 from ia_mech.results import Table, cell_of
 from ia_mech.stats import Estimate, cluster_bootstrap, cluster_mean, model_confidence_set
 
-# After own contexts.
-OWN_SCORES = [f"own_{name}" for name in SCORES]
-OWN_FIRST_SCORES = [f"own_{name}" for name in FIRST_SCORES]
-BITS, HITS, SHARE = "bits", "own is likeliest", "share of expressed"
-ABOVE_TENTH = "bits above a tenth of expressed"
+# What comes after the response is computed anew.
+ALL_LAYERS = "response, computed on"
+FULL_LAYERS = "response, layers of full attention, computed on"
+STATE_ON, RESPONSE_AND_STATE_ON = f"{STATE}, computed on", f"{RESPONSE_AND_STATE}, computed on"
+COMPUTED_ON = (ALL_LAYERS, FULL_LAYERS, STATE_ON, RESPONSE_AND_STATE_ON)
+WINDOW, WITHOUT_WINDOW = "response, layers", "response, other layers"
+HEADER_FIRST, HEADER_LAST = "header_0", "header_last"
+WRITTEN = tuple(
+    WRITTEN_AFTER + site for site in (OWN, RESPONSE, HEADER, RESPONSE_AND_HEADER, QUERY)
+)
+WRITTEN_OF_RECURRENT = (WRITTEN_AFTER + STATE, WRITTEN_AFTER + ALL_THREE)
+MAPS = WINDOWS, STATES, WRITING, BANDS, BLOCKS = "windows", "states", "written", "bands", "blocks"
+USUAL_MAPS = (WINDOWS, STATES, WRITING, BANDS)
+# Bands of the response by how many of its tokens follow, at least and at most.
+BAND_SITES = {
+    "response, last token": Band(0, 1),
+    "response, tokens 2–8 from its end": Band(1, 8),
+    "response, tokens 9–32 from its end": Band(8, 32),
+    "response, tokens 33–128 from its end": Band(32, 128),
+    "response, tokens before these": Band(128, None),
+}
+# The response is computed anew with attention within blocks of so many tokens; None: one block.
+BLOCK_SITES = {
+    "response, blocks of 1": Mask(1),
+    "response, blocks of 4": Mask(4),
+    "response, blocks of 16": Mask(16),
+    "response, one block": Mask(None),
+}
+# The control of blocks: each token sees as many others, from anywhere in the response.
+RANDOM_SITES = {f"response, {n} random tokens": Mask(n, random=True) for n in (4, 16)}
+PART_SITES = (*BAND_SITES, *BLOCK_SITES, *RANDOM_SITES)  # of the response's tokens
+MAP_SITES = (WINDOW, WITHOUT_WINDOW, HEADER_FIRST, HEADER_LAST)  # by layer
+ALL_WRITTEN = (*WRITTEN, *WRITTEN_OF_RECURRENT)
+
 MAY_BE_MOST = "p that no other window carries more"
 # Paired by query. The query's tokens are the same in all candidates: a control.
 LESS_GREEDY, LESS_WHOLE = "bits, minus greedy's", "bits, minus the whole response's"
@@ -122,230 +153,135 @@ WAYS = {
     HEADER: "the header's",
     STATE: "the recurrent layers' states",
 }
-EQUIVALENT = 0.1  # a share of what is expressed that counts as nothing
-PART_SITES = (*BAND_SITES, *BLOCK_SITES, *RANDOM_SITES)  # of the response's tokens
 FIRST_BITS, LATER_BITS = "bits of first tokens", "bits of later tokens"
-MAP_SITES = (WINDOW, WITHOUT_WINDOW, HEADER_FIRST, HEADER_LAST)  # by layer
-WHOLE_SITES, ALL_WRITTEN = (*SITES, *OF_RECURRENT), (*WRITTEN, *WRITTEN_OF_RECURRENT)
-BitsBySite = dict[float | None, dict[str, QueryBits]]  # by temperature (None: sampled) and site
+
+
+def window_size(layers: int) -> int:
+    """Layers of a window, and between layers whose states are put in: an eighth of all."""
+    return -(-layers // 8)
+
+
+def layer_windows(layers: int) -> list[range]:
+    """The windows of layers, from 1, that maps show."""
+    step = window_size(layers)
+    return [range(at, min(at + step, layers + 1)) for at in range(1, layers + 1, step)]
+
+
+def cells_of(maps: Collection[str], layers: int, recurrent: bool = False) -> list[Cell]:
+    """What is changed: whole sites, and the cells of maps."""
+    found = [Cell(OWN, Whole(), every=True)]
+    sites = WHOLE_SITES if recurrent else SITES
+    found += [Cell(site, Splice(site), every=True) for site in sites]
+    if {WINDOWS, BANDS, BLOCKS} & {*maps}:
+        found += [Cell(ALL_LAYERS, Anew()), Cell(FULL_LAYERS, Layers(1, layers + 1))]
+        if recurrent:
+            found.append(Cell(STATE_ON, Anew(response=False, state=True)))
+            found.append(Cell(RESPONSE_AND_STATE_ON, Anew(state=True)))
+    for window in layer_windows(layers) if WINDOWS in maps else ():
+        span = window.start, window.stop
+        found.append(Cell(WINDOW, Layers(*span), window[0]))
+        found.append(Cell(WITHOUT_WINDOW, Layers(*span, others=True), window[0]))
+    for token in (HEADER_FIRST, HEADER_LAST) if STATES in maps else ():
+        step = window_size(layers)
+        found += [Cell(token, Replaced((token,), at), at) for at in range(step, layers, step)]
+    parts = (BAND_SITES if BANDS in maps else {}) | (
+        BLOCK_SITES | RANDOM_SITES if BLOCKS in maps else {}
+    )
+    found += [Cell(site, change) for site, change in parts.items()]
+    for site in (ALL_WRITTEN if recurrent else WRITTEN) if WRITING in maps else ():
+        found.append(Cell(site, Splice(site.removeprefix(WRITTEN_AFTER)), written=True))
+    return found
 
 
 # -- bits of queries -------------------------------------------------------------------------------
 
 
-def with_own_scores(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows with the scores of their turns after the candidates' own contexts, too.
-
-    Turns that were written after hybrids have no others.
-    """
-    keys = ["source", "recipient", "followed", "temperature", "sample"]
-    names = [*SCORES, *FIRST_SCORES]
-    own = rows.loc[rows["site"] == OWN, [*keys, *names]]
-    own = own.rename(columns={name: f"own_{name}" for name in names})
-    found = rows.merge(own, on=keys, how="left")
-    written = found["site"].isin(ALL_WRITTEN)
-    found.loc[written, own.columns[len(keys) :]] = found.loc[written, names].to_numpy()
-    return found
-
-
-def of_first_tokens(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows of :func:`with_own_scores` with the scores of first tokens in place of whole turns'."""
-    first = dict(zip((*FIRST_SCORES, *OWN_FIRST_SCORES), (*SCORES, *OWN_SCORES), strict=True))
-    return rows.drop(columns=list(first.values())).rename(columns=first)
-
-
-def of_later_tokens(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows with the scores of all tokens but the first, which the last header state alone
-    decides."""
-    pairs = zip((*SCORES, *OWN_SCORES), (*FIRST_SCORES, *OWN_FIRST_SCORES), strict=True)
-    return rows.assign(**{whole: rows[whole] - rows[first] for whole, first in pairs})
-
-
-def query_bits_of(rows: pd.DataFrame, seed: int) -> QueryBits | None:
-    """What the rows of one site tell; None if fewer than two queries have turns of all candidates.
-    ``rows`` are those of :func:`with_own_scores`."""
-    rows = balanced_queries(rows)
-    if rows["source"].nunique() < 2:
-        return None
-    each = rows[SCORES].to_numpy(), rows["own"].to_numpy(), rows["source"]
-    return bits_by_query(*each, rows[OWN_SCORES].to_numpy(), seed=seed)
-
-
-def balanced_queries(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of queries that have turns of all candidates."""
-    return rows[rows.groupby("source")["own"].transform("nunique") == CANDIDATES]
-
-
-def whole_site_bits(rows: pd.DataFrame, seed: int) -> BitsBySite:
-    """What whole sites tell: temperature (None: all sampled turns) → site → bits of queries.
-
-    ``rows`` are those of :func:`with_own_scores`.
-    """
-    found: BitsBySite = {}
-    for t in [*sorted(set(rows["temperature"])), None]:
-        here = rows[rows["temperature"] > 0 if t is None else rows["temperature"] == t]
-        sites = {
-            site: query_bits_of(here[here["site"] == site], seed) for site in (OWN, *WHOLE_SITES)
-        }
-        found[t] = {site: bits for site, bits in sites.items() if bits is not None}
-    return found
-
-
-def query_table(whole: BitsBySite) -> pd.DataFrame:
+def query_table(each: BitsByCell) -> pd.DataFrame:
     """Bits of whole sites by query: ``term``, ``temperature`` (missing: all sampled turns),
     ``source``, ``bits`` and ``hits``."""
     found = [pd.DataFrame()]
-    for t, sites in whole.items():
-        for site, one in sites.items():
-            table = {"source": one.queries, "bits": one.bits, "hits": one.hits, "term": site}
-            found.append(pd.DataFrame(table).assign(temperature=np.nan if t is None else t))
+    for t, cells in each.items():
+        for (term, _), one in cells.items():
+            if term in (OWN, *WHOLE_SITES):
+                table = {"source": one.queries, "bits": one.bits, "hits": one.hits, "term": term}
+                found.append(pd.DataFrame(table).assign(temperature=np.nan if t is None else t))
     return pd.concat(found, ignore_index=True)
 
 
 # -- estimate --------------------------------------------------------------------------------------
 
 
-Options = dict[str, Any]  # ``level``, ``resamples`` and ``seed``
-
-
-def estimated(
-    options: Options, quantity: str, found: QueryBits, base: QueryBits | None = None, **names: Any
-) -> Iterator[TidyEstimate]:
-    """Mean bits of queries, or hits; minus those of another arm or site, if there is one.
-
-    How often the own candidate is the likeliest is tested against the third that chance gives.
-    """
-    hits = quantity in (HITS, HITS_LESS_QUERY)
-    values, *less = (
-        pd.Series(one.hits if hits else one.bits, one.queries) for one in (found, base) if one
-    )
-    row = QueryValues(quantity, values, {"dataset": ALL} | names)
-    if less:
-        row = replace(row, baseline=less[0])
-    elif hits:
-        row = replace(row, null=1 / CANDIDATES, least=0.0, most=1.0)
-    else:
-        row = replace(row, most=CEILING)
-    return estimate_means([row], options)
-
-
-def share_of(
-    options: Options, found: QueryBits, expressed: QueryBits, **names: Any
-) -> Iterator[TidyEstimate]:
-    """What a site carries as a share of what is expressed in the same queries, and by how many bits
-    it carries more than :data:`EQUIVALENT` of that."""
-    group = Group(np.array(found.queries), options, {"dataset": ALL} | names)
-    expressed = expressed.only(found.queries)
-    if cluster_mean(expressed.bits, expressed.queries).low > 0:
-
-        def ratio(counts: np.ndarray) -> np.ndarray:
-            return (counts @ found.bits) / (counts @ expressed.bits)
-
-        (estimate,) = cluster_bootstrap(ratio, found.queries, **options)
-        yield group.row(SHARE, estimate, len(found.bits))
-    yield group.mean(ABOVE_TENTH, found.bits - EQUIVALENT * expressed.bits)
-
-
-def estimates(
-    rows: pd.DataFrame,
-    whole: BitsBySite,
-    options: Options,
-) -> list[TidyEstimate]:
-    """Every estimate.
-
-    Args:
-        rows: of :func:`with_own_scores`.
-        whole: of :func:`whole_site_bits`.
-        options: ``level``, ``resamples`` and ``seed``.
-    """
-    found = [*whole_site_estimates(whole, options), *map_estimates(rows, options)]
-    differences = (LESS_QUERY, HITS_LESS_QUERY, LESS_GREEDY, LESS_WHOLE, LESS_RANDOM)
+def estimates(each: BitsByCell, options: dict[str, Any]) -> list[TidyEstimate]:
+    """What cells carry, and how that differs from what they are held against."""
+    row, found, tested = partial(estimated, options), list[TidyEstimate](), list[TidyEstimate]()
+    greedy = each.get(0.0, {}).get((OWN, -1))
+    for t, cells in each.items():
+        sites = {term: bits for (term, layer), bits in cells.items() if layer < 0}
+        # What windows are parts of: layers without a shared prefix are in none.
+        response, names = sites.get(FULL_LAYERS, sites.get(ALL_LAYERS)), {}
+        for (term, layer), bits in cells.items():
+            names = {"temperature": np.nan if t is None else t, "term": term}
+            names |= {"layer": layer} if layer >= 0 else {}
+            whole, against = term in WHOLE_SITES, dict[str, QueryBits | None]()
+            found += carried(options, bits, sites.get(OWN) if whole else None, **names)
+            if whole and term != QUERY:
+                against = dict.fromkeys((LESS_QUERY, HITS_LESS_QUERY), sites.get(QUERY))
+            if term == OWN and t != 0:
+                against = {LESS_GREEDY: greedy}
+            if term in (WITHOUT_WINDOW, *PART_SITES):
+                against = {LESS_WHOLE: response and response.only(bits.queries)}
+            if term in BLOCK_SITES:
+                random = f"response, {BLOCK_SITES[term].width} random tokens"
+                against[LESS_RANDOM] = sites.get(random)
+            for quantity, base in against.items():
+                tested += row(quantity, bits, base, **names) if base else ()
+        found += lost_without(sites, options, **names | {"layer": None})
+        windows = {layer: bits for (term, layer), bits in cells.items() if term == WINDOW}
+        found += window_set(windows, options, temperature=t)
 
     def family(row: TidyEstimate) -> tuple[str, str]:
         term = row.names["term"]
         return row.quantity, "parts" if term in PART_SITES else term
 
-    tested = [row for row in found if row.quantity in differences]
-    return [row for row in found if row.quantity not in differences] + holm_corrected(
-        tested, family
-    )
+    return found + holm_corrected(tested, family)
 
 
-def whole_site_estimates(whole: BitsBySite, options: Options) -> Iterator[TidyEstimate]:
-    """What is expressed, and what sites carry, by temperature and of all sampled turns."""
-    row = partial(estimated, options)
-    greedy = whole.get(0.0, {}).get(OWN)
-    for t, sites in whole.items():
-        names: dict[str, Any] = {"temperature": np.nan if t is None else t}
-        for site, bits in sites.items():
-            yield from row(BITS, bits, term=site, **names)
-            yield from row(HITS, bits, term=site, **names)
-            if site != OWN and OWN in sites:
-                yield from share_of(options, bits, sites[OWN], term=site, **names)
-            if site not in (OWN, QUERY) and QUERY in sites:
-                for quantity in (LESS_QUERY, HITS_LESS_QUERY):
-                    yield from row(quantity, bits, sites[QUERY], term=site, **names)
-        all_of = ALL_THREE if ALL_THREE in sites else OWN
-        together = DONATED[all_of] - ({0, 4} if all_of == OWN else set())
-        for site, rest in permutations(sites, 2):
-            if DONATED[rest] == together - DONATED[site] and DONATED[site] <= together:
-                lost = replace(sites[all_of], bits=sites[all_of].bits - sites[rest].bits)
-                yield from row(LEFT_OUT, lost, term=site, **names)
-        if t != 0 and greedy is not None and OWN in sites:
-            yield from row(LESS_GREEDY, sites[OWN], greedy, term=OWN, **names)
+def lost_without(
+    sites: dict[str, QueryBits], options: dict[str, Any], **names: Any
+) -> Iterator[TidyEstimate]:
+    """What is lost of everything that is spliced if only one site is the recipient's."""
+    all_of = ALL_THREE if ALL_THREE in sites else OWN
+    together = DONATED[all_of] - ({0, 4} if all_of == OWN else set())
+    whole = [site for site in sites if site in DONATED]
+    for site, rest in permutations(whole, 2):
+        if DONATED[rest] == together - DONATED[site] and DONATED[site] <= together:
+            lost = replace(sites[all_of], bits=sites[all_of].bits - sites[rest].bits)
+            yield from estimated(options, LEFT_OUT, lost, **names | {"term": site})
 
 
-def token_estimates(rows: pd.DataFrame, options: Options) -> Iterator[TidyEstimate]:
+def token_estimates(rows: pd.DataFrame, options: dict[str, Any]) -> Iterator[TidyEstimate]:
     """What first and later tokens express, and what sites carry of it.
 
     ``rows`` are those of :func:`with_own_scores`.
     """
+    rows = rows[rows["site"].isin([OWN, *WHOLE_SITES])]
     parts = {FIRST_BITS: of_first_tokens(rows), LATER_BITS: of_later_tokens(rows)}
     for quantity, part in parts.items():
-        for t, sites in whole_site_bits(part, options["seed"]).items():
-            if OWN not in sites or not sites[OWN].bits.any():
+        for t, cells in bits_by_cell(part, options["seed"]).items():
+            if (OWN, -1) not in cells or not cells[OWN, -1].bits.any():
                 continue  # nothing could be fitted on other queries: no measurement
-            for site, bits in sites.items():
+            for (site, _), bits in cells.items():
                 at = np.nan if t is None else t
                 yield from estimated(options, quantity, bits, term=site, temperature=at)
 
 
-def map_estimates(
-    rows: pd.DataFrame,
-    options: Options,
+def window_set(
+    cells: dict[int, QueryBits], options: dict[str, Any], **names: Any
 ) -> Iterator[TidyEstimate]:
-    """What cells of maps carry, turns written after hybrids, and which windows may carry most."""
-    row, seed = partial(estimated, options), options["seed"]
-    # What windows are parts of: layers without a shared prefix are in none.
-    base = FULL_LAYERS if (rows["site"] == FULL_LAYERS).any() else ALL_LAYERS
-    all_layers = query_bits_of(rows[rows["site"] == base], seed)
-    of_queries: dict[str, tuple[QueryBits, dict[str, Any]]] = {}
-    mapped = rows[rows["site"].isin([*COMPUTED_ON, *PART_SITES, *MAP_SITES, *ALL_WRITTEN])]
-    for (site, layer, t), cell in mapped.groupby(["site", "layer", "temperature"], sort=False):
-        found = query_bits_of(cell, seed)
-        if found is None:
-            continue
-        names = {"term": site, "temperature": t} | ({"layer": layer} if layer >= 0 else {})
-        yield from row(BITS, found, **names)
-        yield from row(HITS, found, **names)
-        of_queries[site] = found, names
-        if site in (WITHOUT_WINDOW, *PART_SITES) and all_layers is not None:
-            same = all_layers.only(found.queries)  # some queries have no such band
-            yield from row(LESS_WHOLE, found, same, **names)
-    for control, width in RANDOM_SITES.items():
-        if control in of_queries:
-            found, names = of_queries[f"response, blocks of {width}"]
-            yield from row(LESS_RANDOM, found, of_queries[control][0], **names)
-    yield from window_set(mapped[mapped["site"] == WINDOW], options)
-
-
-def window_set(windows: pd.DataFrame, options: Options) -> Iterator[TidyEstimate]:
     """Whether each window may be the one that carries most: p values of their confidence set.
 
     There are none where no window is shown to carry anything (Bonferroni).
     """
-    found = {at: query_bits_of(cell, options["seed"]) for at, cell in windows.groupby("layer")}
-    cells = {layer: one for layer, one in found.items() if one is not None}
     level = 1 - (1 - options["level"]) / max(len(cells), 1)
     means = [cluster_mean(one.bits, one.queries, level=level) for one in cells.values()]
     if len(cells) < 2 or not any(mean.low > 0 for mean in means):
@@ -353,7 +289,7 @@ def window_set(windows: pd.DataFrame, options: Options) -> Iterator[TidyEstimate
     losses, how = -np.stack([one.bits for one in cells.values()]), "model confidence set"
     drawn = {name: options[name] for name in ("resamples", "seed")}
     each = model_confidence_set(losses, stretch=STRETCH, **drawn)
-    names = {"dataset": ALL, "term": WINDOW, "temperature": windows["temperature"].iloc[0]}
+    names |= {"dataset": ALL, "term": WINDOW}
     for layer, p in zip(cells, each.tolist(), strict=True):
         count = losses.shape[1]
         estimate = Estimate(p, np.nan, np.nan, count, how)
@@ -361,12 +297,12 @@ def window_set(windows: pd.DataFrame, options: Options) -> Iterator[TidyEstimate
 
 
 def follow_up_bits(
-    rows: pd.DataFrame, verdicts: pd.DataFrame, options: Options
+    rows: pd.DataFrame, verdicts: pd.DataFrame, options: dict[str, Any]
 ) -> Iterator[TidyEstimate]:
     """How much of what sampled turns express is in turns that a judge calls follow-ups.
 
     Args:
-        rows: of :meth:`experiments.hybrids.SiteScorer.table`, with ``source``.
+        rows: of :meth:`experiments.outcome.SiblingContexts.rows`, with ``source``.
         verdicts: ``context_id``, ``temperature``, ``sample`` and ``follow_up``; turns that weren't
             assessed are left out.
         options: ``level``, ``resamples`` and ``seed``.
@@ -402,117 +338,22 @@ def follow_up_bits(
 # -- the experiment --------------------------------------------------------------------------------
 
 
-class Locate(Experiment):
-    """See the module.
+class SiteBits(Bits):
+    """Bits of sites and maps.
 
     Attributes:
-        whole: what whole sites tell of each query (:func:`whole_site_bits`), once estimated.
+        each: what cells tell of each query (:func:`bits_by_cell`), once estimated.
     """
 
-    name = "locate"
-    siblings = True
-    queries_used = 60
-    columns: ClassVar[Mapping[str, str]] = {**Experiment.columns, "layer": "Int64"}
-
-    @classmethod
-    def add_flags(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "--maps",
-            nargs="*",
-            choices=MAPS,
-            default=list(USUAL_MAPS),
-            metavar="MAP",
-            help=f"which of {', '.join(MAPS)}; nothing: whole sites alone (default: "
-            f"{' '.join(USUAL_MAPS)})",
-        )
-        fewer = f"responses to a query that are recipients, 1 to {RESPONSES}: fewer take less time "
-        every, fewer = range(1, RESPONSES + 1), f"{fewer}and give wider intervals"
-        flag(parser, "--recipients", int, RESPONSES, fewer, choices=every, metavar="N")
-
-    def units(self) -> Iterator[SiblingContexts]:
-        from ia_mech.engine.splice import RECURRENT, layer_kinds
-
-        queries = self.queries  # refuses runs without siblings, before the model is looked for
-        few, used, recurrent = 0, 0, not RECURRENT.isdisjoint(layer_kinds(self.config))
-        if recurrent and BLOCKS in self.args.maps:
-            name = self.runs[0].model["name"]
-            raise UserError(
-                f"--maps {BLOCKS}: {name} has recurrent layers, where a token sees all before it",
-                "leave it out",
-            )
-        temperatures = [t for t in self.runs[0].settings["temperatures"] if t > 0]
-        for query in queries:
-            texts = query.responses
-            distinct = [k for k, text in enumerate(texts) if texts.index(text) == k]
-            chosen = distinct[:RESPONSES]
-            placed = [self._placed(query.dialogues[k]) for k in chosen]
-            whole = len(chosen) == RESPONSES and all(each is not None for each in placed)
-            if not whole or not set(chosen) <= set(query.turns["followed"]):
-                few += 1
-                continue
-            contexts = [query.token_ids[k] for k in chosen]
-            starts, stops, headers = (list(each) for each in zip(*placed, strict=True))
-            if len({ids[stop:] for ids, stop in zip(contexts, stops, strict=True)}) > 1:
-                few += 1  # what follows the response isn't the same in all
-                continue
-            turns = [
-                (chosen.index(followed), float(t), int(sample), tuple(ids[:TOKENS].tolist()))
-                for followed, t, sample, ids in query.turns[
-                    ["followed", "temperature", "sample", "token_ids"]
-                ].itertuples(index=False)
-                if followed in chosen and sample == 0
-            ]
-            layers = self.runs[0].model["layers"]
-            unit = SiblingContexts(
-                query.source, query.dataset, 0, contexts, starts, stops, headers[0],
-                query.contexts["context_id"].iloc[chosen].tolist(), turns,
-                self._recipients(query.source), sorted(self.args.maps),
-                min(temperatures, default=0.0), layers, self.args.seed,
-            )  # fmt: skip
-            size = len(turns), len(unit.recipients), unit.maps, layers, len(unit.after)
-            responses = sum(stop - start for start, stop in zip(starts, stops, strict=True))
-            used += 1
-            yield replace(unit, tokens=tokens_scored(*size, recurrent, responses))
-        if 0 < used < LEAST_QUERIES:
-            raise UserError(
-                f"{used} queries have {RESPONSES} different responses with a turn after each: what "
-                f"is fitted on some queries is scored on others, which takes {LEAST_QUERIES}",
-                "sample more queries",
-            )
-        if few:
-            self.notes.append(
-                f"{few} of {len(self.queries)} queries lack {RESPONSES} different responses "
-                "with a turn after each, and are left out."
-            )
-
-    def _placed(self, messages: list[dict]) -> tuple | None:
-        """Where the response begins and ends, and the header counted from there; None of an empty
-        response."""
-        found = self.chat.context(messages)
-        last = found.positions["header_last"]
-        if not found.response or last is None:
-            return None
-        stop, end = found.response.stop, last + 1
-        return found.response.start, stop, (end - len(self.chat.header_ids) - stop, end - stop)
-
-    def _recipients(self, source: str) -> list[int]:
-        from ia_mech.engine.sampling import stream_key
-
-        rng = np.random.default_rng(list(stream_key(self.args.seed, source, 0)))
-        return rng.permutation(RESPONSES)[: self.args.recipients].tolist()
-
-    @staticmethod
-    def measure(model: Model, unit: Any) -> pd.DataFrame:
-        return SiteScorer(model, unit).table()
+    flags = ("recipients", "maps")
 
     def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
         scored = with_own_scores(rows)
-        self.whole = whole_site_bits(scored, self.args.seed)
-        found = estimates(scored, self.whole, self.options)
-        return [*found, *token_estimates(scored, self.options)]
+        self.each = bits_by_cell(scored, self.args.seed)
+        return [*estimates(self.each, self.options), *token_estimates(scored, self.options)]
 
     def data(self, rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
-        return {"rows": rows, "queries": query_table(self.whole)}
+        return {"rows": rows, "queries": query_table(self.each)}
 
     def tables(self, found: pd.DataFrame) -> list[Table]:
         found = without_repeats(found)
@@ -560,39 +401,22 @@ class Locate(Experiment):
                 "where a window is the recipient's."
             ),
         )
-        del columns[SHARE]
-        made += tables_of(
-            "turns that the model writes after hybrids: do they tell the candidate?",
-            found[found["term"].isin(ALL_WRITTEN)],
-            columns,
-            index=("temperature", "term"),
-            rows="queries",
-            legend="What is named is the candidate's, everything else the recipient's.",
-        )
-        made += tables_of(
-            "carried by parts of the response",
-            found[found["term"].isin([ALL_LAYERS, *PART_SITES])],
-            columns,
-            index=("term",),
+        return made + tables_of(
+            "carried by cells of maps",
+            found[~found["term"].isin([OWN, *WHOLE_SITES])],
+            {BITS: columns[BITS], HITS: columns[HITS], MAY_BE_MOST: ("p: none has more", 3)},
+            index=("temperature", "term", "layer"),
             rows="queries",
             legend=(
-                "What follows the response is computed anew. Last, 2–8, …: so many tokens of the "
-                "candidate's response replace as many of the recipient's. Blocks: each token of "
-                "the candidate's response saw only those before it in its block, and the "
-                "first few. n random tokens: it saw itself and n − 1 others from all before it."
+                "What is named is the candidate's, everything else the recipient's. What follows "
+                "the response is computed anew, but for written turns, which the model writes. "
+                "Last, 2–8, …: so many tokens of the candidate's response replace as many of the "
+                "recipient's. Blocks: each token of the candidate's response saw only those before "
+                "it in its block, and the first few. n random tokens: it saw itself and n − 1 "
+                "others from all before it."
             ),
+            full=True,
         )
-        for site in (*COMPUTED_ON, *MAP_SITES):
-            mine = found[(found["term"] == site) & found["quantity"].isin([*columns, MAY_BE_MOST])]
-            made += tables_of(
-                f"carried by {site}",
-                mine,
-                columns | ({MAY_BE_MOST: ("p: none has more", 3)} if site == WINDOW else {}),
-                index=("term", "layer"),
-                rows="queries",
-                full=True,
-            )
-        return made
 
     def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
         return drawings(without_repeats(found), self.runs[0].model["name"])
@@ -626,6 +450,43 @@ class Locate(Experiment):
             f"contexts, are enough for {lookup(BITS, QUERY)}."
         )
         return Conclusion(" ".join(said), control)
+
+
+class Locate(Grid):
+    """See the module."""
+
+    name = "locate"
+    outcomes: ClassVar = {BY_BITS: SiteBits, BY_FOLLOW_UPS: FollowUps}
+
+    @classmethod
+    def add_flags(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--maps",
+            nargs="*",
+            choices=MAPS,
+            default=list(USUAL_MAPS),
+            metavar="MAP",
+            help=f"of {BY_BITS}: which of {', '.join(MAPS)}; nothing: whole sites alone (default: "
+            f"{' '.join(USUAL_MAPS)})",
+        )
+        super().add_flags(parser)
+
+    def cells(self) -> list[Cell]:
+        """Raises:
+        UserError: blocks are asked for of a recurrent model.
+        """
+        from ia_mech.engine.splice import RECURRENT, layer_kinds
+
+        recurrent = not RECURRENT.isdisjoint(layer_kinds(self.config))
+        if self.args.outcome == BY_FOLLOW_UPS:
+            return [Cell(site, Splice(site)) for site in (WHOLE_SITES if recurrent else SITES)]
+        if recurrent and BLOCKS in self.args.maps:
+            name = self.runs[0].model["name"]
+            raise UserError(
+                f"--maps {BLOCKS}: {name} has recurrent layers, where a token sees all before it",
+                "leave it out",
+            )
+        return cells_of(self.args.maps, self.runs[0].model["layers"], recurrent)
 
 
 def without_repeats(found: pd.DataFrame) -> pd.DataFrame:

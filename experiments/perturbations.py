@@ -29,8 +29,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from experiments.arms import Arm, arm_estimates, conversations_of, verdicts_of
-from experiments.changes import ask, contradict, other_response, shuffle_sentences, truncate
+from experiments.arms import Arm, conversations_of, verdicts_of
+from experiments.change import ask, contradict, other_response, shuffle_sentences, truncate
+from experiments.control import arm_estimates
 from experiments.experiment import Conclusion, Experiment, flag
 from experiments.figures import Bars, Drawing
 from experiments.tables import LEAST, only, out_of_reach, tables_of

@@ -31,10 +31,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from experiments.arms import EXCESS, OF_QUERIES, arm_estimates, rates_by_query, verdicts_of
-from experiments.bits import SiblingTurns, score_turns, unit_of
+from experiments.arms import verdicts_of
+from experiments.control import arm_estimates
 from experiments.experiment import Conclusion, Experiment, Model
 from experiments.figures import Bars, Drawing
+from experiments.outcome import (
+    EXCESS,
+    OF_QUERIES,
+    SiblingTurns,
+    rates_by_query,
+    unit_of,
+)
 from experiments.tables import only, tables_of
 from ia_mech.cli import (
     Parser,
@@ -120,7 +127,7 @@ def _add_training(parser: argparse.ArgumentParser, rate: float) -> None:
 
 def export_or_train(args: argparse.Namespace) -> None:
     """Run ``export``, ``sft`` or ``grpo``. The card is written last."""
-    from experiments import sequences, training
+    from experiments import training
     from ia_mech.collect.plan import probe_ids
     from ia_mech.engine.check import check_engine
     from ia_mech.models.load import load
@@ -132,14 +139,14 @@ def export_or_train(args: argparse.Namespace) -> None:
     refuse_unwritable(args.out)
     if args.out.is_dir() and any(args.out.iterdir()):
         raise UserError(f"{args.out} isn't empty", "name a new folder with --out")
-    conversations, run = sequences.read_conversations(args.data)
-    spec, chat = sequences.model_of(run, args.model)
+    conversations, run = training.read_conversations(args.data)
+    spec, chat = training.model_of(run, args.model)
     if args.command != "export" and spec.adapter is not None:
         raise UserError(
             f"{args.data} is of a model with an adapter, on which no second one can be trained",
             "give the base model's run",
         )
-    kept, apart = sequences.split(conversations, args.held_out)
+    kept, apart = training.split(conversations, args.held_out)
     card = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
     if args.command == "grpo":
         if args.batch % args.generations:
@@ -188,9 +195,9 @@ def training_sequences(
     """The sequences of the conversations that have a real follow-up.
 
     Raises:
-        UserError: none has one, or :mod:`experiments.sequences` refuses them.
+        UserError: none has one, or :mod:`experiments.training` refuses them.
     """
-    from experiments import sequences
+    from experiments import training
 
     kept = [one for one in kept if one.real_follow_up]
     if not kept:
@@ -198,7 +205,7 @@ def training_sequences(
             f"{shell_word(args.data)} holds no real follow-up after a response",
             "give conversations that go on with a user turn",
         )
-    table = sequences.sequences(chat, kept, args.max_tokens)
+    table = training.sequences(chat, kept, args.max_tokens)
     if left_out := len(kept) - len(table):
         of = f"{left_out} of {len(kept)} sequences"
         print(f"note: {of} have more than {args.max_tokens} tokens: left out.", file=sys.stderr)
@@ -221,6 +228,18 @@ class ReadTurns(SiblingTurns):
 
     weights: str
     written: tuple[tuple[str, int], ...]
+
+    def rows(self, model: Model) -> pd.DataFrame:
+        """A row per turn: ``term`` (before or after), ``followed``, ``reader``, bits, evidence."""
+        from ia_mech.likelihood.reaction import evidence, reaction_bits
+
+        side, followed = map(list, zip(*self.written, strict=True))
+        logprobs = [
+            one.reshape(len(self.contexts), -1).sum(1) for one in super().rows(model)["own"]
+        ]
+        rows = pd.DataFrame({"term": side, "followed": followed, "reader": self.arm})
+        rows[INFORMATION], rows[EVIDENCE] = reaction_bits(logprobs), evidence(logprobs, followed)
+        return rows.assign(temperature=self.turns[0][1])
 
 
 class Compare(Experiment):
@@ -281,21 +300,6 @@ class Compare(Experiment):
 
     def run_for(self, unit: Any) -> Run:
         return self.runs[SIDES.index(unit.arm)]
-
-    def rows(self) -> pd.DataFrame:
-        return super().rows().assign(temperature=self.temperature)
-
-    @staticmethod
-    def measure(model: Model, unit: Any) -> pd.DataFrame:
-        """A row per turn: ``term`` (before or after), ``followed``, ``reader``, bits, evidence."""
-        from ia_mech.likelihood.reaction import evidence, reaction_bits
-
-        side, followed = map(list, zip(*unit.written, strict=True))
-        scores = score_turns(model, unit)["own"]
-        logprobs = [one.reshape(len(unit.contexts), -1).sum(1) for one in scores]
-        rows = pd.DataFrame({"term": side, "followed": followed, "reader": unit.arm})
-        rows[INFORMATION], rows[EVIDENCE] = reaction_bits(logprobs), evidence(logprobs, followed)
-        return rows
 
     def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
         """Holm-corrected by quantity; all datasets together are a family of their own."""

@@ -27,18 +27,16 @@ import numpy as np
 import pandas as pd
 
 from experiments.arms import Arm
-from experiments.bits import (
+from experiments.control import QueryValues, estimate_means
+from experiments.experiment import Conclusion, Experiment, flag
+from experiments.figures import Drawing, Lines
+from experiments.outcome import (
     LEAST_QUERIES,
-    QueryValues,
     SiblingTurns,
-    estimate_means,
     mean_by_query,
-    score_turns,
     turns_of,
     unit_of,
 )
-from experiments.experiment import Conclusion, Experiment, Model, flag
-from experiments.figures import Drawing, Lines
 from experiments.paraphrase import (
     REQUESTED,
     Wordings,
@@ -257,10 +255,6 @@ class Reaction(Experiment):
             if self.wordings:
                 self.sample(WORDINGS, self.control())
         return self.measure_units(self.units(), "scoring turns after each response")
-
-    @staticmethod
-    def measure(model: Model, unit: Any) -> pd.DataFrame:
-        return score_turns(model, unit)
 
     # -- what is estimated ------------------------------------------------------------------------
 

@@ -19,24 +19,18 @@ Needs: a judged run with several sampled turns per context. Cost: half an hour o
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pandas as pd
 
-from experiments.bits import halves_of
-from experiments.directions import (
-    SteeredContext,
-    centred_states,
-    permuted_probes,
-    random_directions,
-    steered_context,
-)
-from experiments.experiment import Conclusion, Experiment, Model, Unit, flag
+from experiments.control import centred_states, halves_of, permuted_probes, random_directions
+from experiments.experiment import Conclusion, Experiment, flag
 from experiments.figures import Bars, Drawing
+from experiments.fit import MOST_DOSE, Dosing, Steered, SteeredContext, steered_context
 from experiments.tables import only, tables_of
 from ia_mech.cli import above_zero, path_of
 from ia_mech.errors import UserError
@@ -54,8 +48,6 @@ OTHERS = 39  # other directions
 LEAST, SIGNIFICANT = 19, 0.05  # other directions with which such a p can be reached
 RESPONSES = 3  # most contexts of a query
 TOKENS = 24  # of a turn: nearly all of the bits come before (docs/locate.md)
-LEAST_DOSE, MOST_DOSE = 2.0**-8, 2.0**4  # between which a KL is sought, in norms of the state
-ROUNDS, KL_TOLERANCE = 14, 0.1  # of the search; how near the KL has to come, relatively
 DIRECTION, OTHER, OTHER_MEAN = "the direction", "other direction", "other directions"
 PERMUTED, RANDOM = "probes of permuted labels", "random directions"
 UNFITTED = "Fitted directions favour axes of low variance, these don't: p may be too small. "
@@ -63,111 +55,6 @@ KL, ODDS = "KL at the header", "log-odds, change"
 BEYOND, RANK = "log-odds, change beyond other directions'", "share of other directions that reach"
 KEY = ["run", *labels.KEY]  # of a turn
 FILE = "vector.safetensors"
-
-
-# -- measure ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Dosing(Unit):
-    """Directions whose doses are sought.
-
-    Attributes:
-        contexts: of the queries that choose.
-        directions: ``[d_model]`` each.
-        kl: that each is to have, in nats.
-    """
-
-    contexts: tuple[SteeredContext, ...]
-    directions: tuple[tuple[float, ...], ...]
-    kl: float
-
-
-@dataclass(frozen=True)
-class Steered(Unit):
-    """A query's contexts, each with a turn that the judge calls a follow-up and one that it
-    doesn't. They are scored under directions with their doses."""
-
-    contexts: tuple[SteeredContext, ...]
-    directions: tuple[tuple[float, ...], ...]
-    doses: tuple[float, ...]
-
-
-def effects(
-    model: Model,
-    context: SteeredContext,
-    directions: Sequence[Sequence[float]],
-    doses: Sequence[float],
-) -> tuple[np.ndarray, np.ndarray]:
-    """What directions change in a context, in nats.
-
-    Returns:
-        ``[directions, turns]`` changes of the turns' log-probabilities, and ``[directions]`` KLs of
-        the first token's distribution, steered from unsteered.
-    """
-    import torch
-
-    turns = context.steered_turns(0, None, 0.0)
-    for direction, dose in zip(directions, doses, strict=True):
-        turns += context.steered_turns(0, torch.tensor(direction), dose)
-    scores = model.score([context.ids[: context.start]], turns)
-    header, count = len(context.ids) - context.start, len(context.turns)
-    sums = [one.logprobs_raw[header:].sum(dtype=np.float64) for one in scores]
-    plain, *moved = np.reshape(sums, (-1, count))
-    before, *first = (np.asarray(one.whole, dtype=np.float64) for one in scores[::count])
-    kl = [max(float(np.exp(after) @ (after - before)), 0.0) for after in first]
-    return np.array(moved) - plain, np.array(kl)
-
-
-def doses_of_equal_kl(
-    count: int, kl: float, kl_of: Callable[[np.ndarray, np.ndarray], np.ndarray]
-) -> np.ndarray:
-    """``[count]`` doses at which directions have a KL, by halving the logarithm's range; NaN for
-    one that doesn't come near.
-
-    Args:
-        count: of the directions.
-        kl: in nats.
-        kl_of: the KLs of some directions, by their numbers, at a dose each; they rise with it.
-    """
-    found = np.full(count, np.nan)
-    low, high = np.full(count, np.log(LEAST_DOSE)), np.full(count, np.log(MOST_DOSE))
-    for _ in range(ROUNDS):
-        left = np.flatnonzero(np.isnan(found))
-        if not len(left):
-            break
-        middle = (low + high)[left] / 2
-        values = kl_of(left, np.exp(middle))
-        near, less = abs(values - kl) <= KL_TOLERANCE * kl, values < kl
-        found[left[near]] = np.exp(middle[near])
-        low[left[less]], high[left[~less]] = middle[less], middle[~less]
-    return found
-
-
-def find_doses(model: Model, unit: Dosing) -> pd.DataFrame:
-    """A row per direction with its ``dose``, at which its KL, a mean over sources, is the wanted
-    one."""
-    # Of the first token alone: a turn whose one token doesn't matter.
-    firsts = [replace(one, turns=((0,),)) for one in unit.contexts]
-    sources = [one.source for one in firsts]
-
-    def kl_of(some: np.ndarray, doses: np.ndarray) -> np.ndarray:
-        along = [unit.directions[n] for n in some]
-        each = [effects(model, one, along, doses.tolist())[1] for one in firsts]
-        return pd.DataFrame(each).groupby(sources).mean().mean().to_numpy()
-
-    return pd.DataFrame({"dose": doses_of_equal_kl(len(unit.directions), unit.kl, kl_of)})
-
-
-def steer(model: Model, unit: Steered) -> pd.DataFrame:
-    """A row per context and direction: ``draw`` (its number: 0 is the direction), and in nats
-    ``kl`` at the header and ``log_odds``, the change of the log-odds of follow-ups."""
-    found = []
-    for context in unit.contexts:
-        moved, kl = effects(model, context, unit.directions, unit.doses)
-        rows = {"draw": range(len(kl)), "dose": unit.doses, "kl": kl}
-        found.append(pd.DataFrame(rows | {"log_odds": moved[:, 0] - moved[:, 1]}))
-    return pd.concat(found, ignore_index=True)
 
 
 # -- estimate --------------------------------------------------------------------------------------
@@ -369,7 +256,7 @@ class Steering(Experiment):
 
     # -- measure ----------------------------------------------------------------------------------
 
-    def units(self) -> list[Unit]:
+    def units(self) -> list[Dosing | Steered]:
         """All units, for ``--dry-run``: each direction has dose 1, as doses aren't known yet."""
         return [self.dosing(), *self.steered(np.ones(len(self.directions)))]
 
@@ -389,10 +276,6 @@ class Steering(Experiment):
             tokens = sum(one.start + one.scored * (len(there) + 1) for one in contexts)
             found.append(Steered(query.source, query.dataset, tokens, contexts, *arms))
         return found
-
-    @staticmethod
-    def measure(model: Model, unit: Any) -> pd.DataFrame:
-        return find_doses(model, unit) if isinstance(unit, Dosing) else steer(model, unit)
 
     def rows(self) -> pd.DataFrame:
         """The turns of one half under the doses that the other has chosen.

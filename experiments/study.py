@@ -12,11 +12,11 @@ follow-ups). That takes 50 queries. Whether a state moves the follow-up rate tak
 --samples 16.
 
 Needs: a model. Cost: the embedded model (135M) on two cores takes some two hours, with --quick
-ten minutes; --dry-run says what will be computed and how long it takes at a measured pace.
+ten minutes; --dry-run says which commands it gives, each of which has a --dry-run of its own.
 
     ia-mech study smollm2-135m-instruct --quick
     ia-mech study Qwen/Qwen3-0.6B --queries 60 --out cache/qwen3
-    ia-mech study qwen2.5-coder-1.5b-instruct --hours 6 --dry-run
+    ia-mech study qwen2.5-coder-1.5b-instruct --dry-run
 """
 
 import argparse
@@ -24,7 +24,6 @@ import importlib
 import io
 import shlex
 import sys
-import time
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import partial
@@ -33,24 +32,15 @@ from typing import Any
 
 import pandas as pd
 
-from experiments.arms import EXCESS
+from experiments.change import HEADER, OWN, QUERY, RESPONSE, RESPONSES
 from experiments.elicit import BEST, GAP, GREEDY, biased
 from experiments.experiment import flag
-from experiments.hybrids import (
-    HEADER,
-    MAPS,
-    OWN,
-    QUERY,
-    RESPONSE,
-    RESPONSES,
-    USUAL_MAPS,
-    tokens_scored,
-)
-from experiments.interchange import SAMPLES as APART
+from experiments.grid import BITS, SHARE
+from experiments.grid import SAMPLES as APART
 from experiments.locate import (
-    BITS,
     LEFT_OUT,
-    SHARE,
+    MAPS,
+    USUAL_MAPS,
     Locate,
     Lookup,
     drawings,
@@ -58,6 +48,7 @@ from experiments.locate import (
     follow_up_bits,
     strongest_windows,
 )
+from experiments.outcome import EXCESS
 from experiments.tables import estimates_of, headline, print_plan, too_few
 from ia_mech.cli import (
     Parser,
@@ -100,19 +91,14 @@ NAME = "study"
 QUESTION = "How much do user turns depend on the response, and through which states?"
 TEMPERATURES = (0.7, 1.0)
 RESPONSE_TOKENS, TURN_TOKENS = 512, 40
-WRITTEN, DRAWN = 360, 2.2  # for the plan: tokens of a response, draws of it until one is finished
 QUICK = 12  # queries of --quick
 PROBED = 40  # queries below which probes aren't tried: they need 20 sources of either kind
 BAD_INPUT = 2  # the exit status where a stage lacks what it needs
-TYPICAL = 120  # tokens of a query with its template, for the plan
 WHERE = ("interchange", "learned-vector")  # folders of the stages of --where
 
 OPTIONS = {"level": 0.95, "resamples": 2000, "seed": 0}  # of the study's own estimates
 UNWORDED = "Turns may tell a response's content or only its wording (--wording tells them apart)."
 NO_VERDICT = f"not said whether follow-ups are latent: that takes {LEAST} queries"
-LAYERS = 32  # of a model, for the plan
-PUT_IN = 68  # contexts of a query in interchange: 17 places, 4 donors
-EIGHTHS, STEPS, TURNS = 7, 30, 12  # of learned vectors: layers, steps, turns of a step
 
 
 @dataclass(frozen=True)
@@ -123,7 +109,6 @@ class Stage:
         name: as it is printed.
         module: whose ``main`` it is.
         words: its command line.
-        tokens: that the model reads or scores, and that it writes, about.
         optional: a study goes on where the run doesn't hold what this needs.
         result: the folder of its result in the run, where it has one.
     """
@@ -131,7 +116,6 @@ class Stage:
     name: str
     module: str
     words: list[str]
-    tokens: tuple[int, int] = (0, 0)
     optional: bool = False
     result: str = ""
 
@@ -160,12 +144,6 @@ class Stage:
 
 def stages(args: argparse.Namespace) -> list[Stage]:
     run = str(args.out / "run")
-    contexts = args.queries * RESPONSES
-    arms = len(TEMPERATURES) * args.samples + 1
-    length = TYPICAL + WRITTEN
-    elicited = 2 * contexts  # under a prompt, and after an opening
-    turns = RESPONSES * (1 + len(TEMPERATURES))  # of a query, that are scored after hybrids
-    located = tokens_scored(turns, args.recipients, args.maps, LAYERS, 0)
     sample = ["--model", args.model, "--dataset", args.dataset, "--limit", str(args.queries)]
     sample += ["--response", "generate", "--responses", str(RESPONSES)]
     sample += ["--response-temperature", "1", "--max-response-tokens", str(RESPONSE_TOKENS)]
@@ -174,51 +152,26 @@ def stages(args: argparse.Namespace) -> list[Stage]:
     sample += ["--unfinished"] * args.unfinished + ["--skip-unusable"] * args.skip_unusable
     locate = ["--queries", str(args.queries), "--recipients", str(args.recipients)]
     locate += ["--maps", *args.maps]
-    written = contexts * int(DRAWN * WRITTEN + arms * TURN_TOKENS)
-    put_in = args.queries * (located + RESPONSES * length)
     found = [
-        Stage("sample", "ia_mech.collect.command", sample, (2 * contexts * length, written)),
+        Stage("sample", "ia_mech.collect.command", sample),
         Stage("judge", "ia_mech.judge.__main__", ["run", run, *shlex.split(args.judge or "")]),
         Stage("rates", "ia_mech.rates.__main__", [run], result="rates-{judge}"),
-        Stage("locate", "experiments.locate", [run, *locate], (put_in, 0), result="locate"),
-        Stage(
-            "elicit",
-            "experiments.elicit",
-            [run],
-            (elicited * length, elicited * (len(TEMPERATURES) + 1) * TURN_TOKENS),
-            result="elicit",
-        ),
+        Stage("locate", "experiments.locate", [run, *locate], result="locate"),
+        Stage("elicit", "experiments.elicit", [run], result="elicit"),
     ]
     if args.wording:
-        own = contexts * arms * TURN_TOKENS
-        tokens = own * RESPONSES, own // 2
-        found.append(Stage("reaction", "experiments.reaction", [run], tokens, result="reaction"))
+        found.append(Stage("reaction", "experiments.reaction", [run], result="reaction"))
     if not args.quick and args.queries >= PROBED:
         for target in ("rate", "latent"):
             words, result = [run, "--target", target], f"probe-{target}-{{judge}}"
-            found.append(Stage(f"probes {target}", "probes.train", words, (0, 0), True, result))
+            found.append(Stage(f"probes {target}", "probes.train", words, True, result))
     if args.where:
-        put, learned = args.queries * PUT_IN, 3 * EIGHTHS * STEPS * TURNS
-        measured = 2 * EIGHTHS * contexts
-        found += [
-            Stage(
-                "interchange",
-                "experiments.interchange",
-                [run, "--samples", str(args.samples)],
-                (put * length, put * args.samples * TURN_TOKENS),
-                optional=True,
-                result="interchange",
-            ),
-            Stage(
-                "learned vector",
-                "experiments.learned_vector",
-                [run, "--quick"],
-                # A step reads turns and context, forward and backward.
-                (measured * length + 3 * learned * (length + TURN_TOKENS), measured * TURN_TOKENS),
-                optional=True,
-                result="learned-vector",
-            ),
-        ]
+        samples = [run, "--samples", str(args.samples)]
+        for name, module, words, place in (
+            ("interchange", "experiments.interchange", samples, "interchange"),
+            ("learned vector", "experiments.learned_vector", [run, "--quick"], "learned-vector"),
+        ):
+            found.append(Stage(name, module, words, True, place))
     modelless = ("judge", "rates", "probes")
     for name, lacking in (("workers", modelless), ("ray", modelless), ("threads", ("judge",))):
         if (value := getattr(args, name)) is not None:
@@ -226,65 +179,6 @@ def stages(args: argparse.Namespace) -> list[Stage]:
                 if stage.name.split()[0] not in lacking:
                     stage.words.extend([f"--{name}", str(value)])
     return found
-
-
-# -- how long it takes -----------------------------------------------------------------------------
-
-
-def measured_pace(model: str) -> tuple[float, float]:
-    """Tokens a second that a model reads, and writes with many rows: measured with a few."""
-    from ia_mech.collect.plan import build_chat, probe_ids
-    from ia_mech.engine.check import check_engine
-    from ia_mech.engine.decode import Row, decode
-    from ia_mech.engine.state import Prefix, prefill
-    from ia_mech.engine.workers import torch_threads, usable_cores
-    from ia_mech.models.load import ModelSpec, load
-    from ia_mech.settings import Settings
-
-    subject = load(ModelSpec(name=model))
-    ids = probe_ids(build_chat(Settings(model=model), subject.files)) * 4
-    prefixes = [Prefix(ids)] * 2
-    rows = [Row(number % 2, 1.0, (number, 0)) for number in range(32)]
-    cores = usable_cores() if subject.device.type == "cpu" else 1
-    reading, writing = [], []
-    with torch_threads(1):  # as the stages' workers have, one per core
-        check_engine(subject.model, ids)
-        for _ in range(3):  # the fastest: whatever else runs now may be over then
-            begun = time.perf_counter()
-            group = prefill(subject.model, prefixes)
-            reading.append(time.perf_counter() - begun)
-            begun = time.perf_counter()
-            decode(subject.model, [group], rows, [], 6)
-            writing.append(time.perf_counter() - begun)
-    return cores * 2 * len(ids) / min(reading), cores * 32 * 5 / min(writing)
-
-
-def seconds_of(stage: Stage, read: float, write: float) -> float:
-    """That a stage takes at a pace."""
-    return stage.tokens[0] / read + stage.tokens[1] / write
-
-
-def fit_into_hours(args: argparse.Namespace, read: float, write: float) -> argparse.Namespace:
-    """The same study with as much as fits into ``--hours``: fewer samples first, unless they were
-    given, then fewer queries.
-
-    Raises:
-        UserError: not even :data:`QUICK` queries do.
-    """
-
-    def hours() -> float:
-        return sum(seconds_of(one, read, write) for one in stages(args)) / 3600
-
-    while not args.samples_given and args.samples > 1 and hours() > args.hours:
-        args.samples -= 1
-    while (needed := hours()) > args.hours:
-        if args.queries <= QUICK:
-            raise UserError(
-                f"{args.hours:g} hours are too few: {args.queries} queries take {needed:.1f}",
-                "give more --hours, fewer --recipients, no --where, --quick or a smaller model",
-            )
-        args.queries -= 1
-    return args
 
 
 # -- what was found --------------------------------------------------------------------------------
@@ -411,9 +305,8 @@ def build_parser() -> Parser:
         "turns react to the response (hours)",
     )
     switch("--quick", help=f"{QUICK} queries, one sample, one recipient; no maps, no probes")
-    add("--hours", float, None, "as much as fits into these", metavar="H")
     add("--out", path_of, None, "where all of it goes (default: cache/study-MODEL)", metavar="DIR")
-    switch("--dry-run", help="say what it takes, and stop")
+    switch("--dry-run", help="say what is done, and stop")
     add_workers(parser)
     add_ray(parser)
     return parser
@@ -437,7 +330,6 @@ def judge_words(given: str) -> str:
 def with_defaults(args: argparse.Namespace) -> argparse.Namespace:
     """Arguments with the defaults that depend on others."""
     args.queries = args.queries or (QUICK if args.quick else 60)
-    args.samples_given = args.samples is not None
     args.samples = args.samples or (1 if args.quick else 4)
     args.recipients = args.recipients or (1 if args.quick else 4)
     if args.maps is None:
@@ -478,23 +370,15 @@ def usable_queries(stage: Stage, out: Path) -> int:
 
 def _run_stages(args: argparse.Namespace) -> int | None:
     begun = (args.out / "run" / "run.json").is_file()
-    if args.hours is not None and begun:  # what fitted then; the pace may be another now
-        settings = Run(args.out / "run").settings
-        args.queries, args.samples, args.hours = settings["limit"], settings["samples"], None
     if not begun:  # what can't be used is known before anything is planned by it
         usable = {"limit": args.queries, "skip_unusable": args.skip_unusable}
         queries = sum(1 for _ in open_conversations(args.dataset, **usable))
         args.queries = min(args.queries, queries)
-    if args.hours is not None or args.dry_run:
+    if args.dry_run:
         if not begun:
             args.queries = usable_queries(stages(args)[0], args.out / "run")
-        print(f"measuring the pace of {args.model} …", file=sys.stderr, flush=True)
-        read, written = measured_pace(args.model)
-        if args.hours is not None:
-            args = fit_into_hours(args, read, written)
-        if args.dry_run:
-            _print_plan(args, read, written)
-            return None
+        _print_plan(args)
+        return None
     if few := too_few(args.queries):
         print(f"note: too few queries: {few}", file=sys.stderr)
     if args.queries < LEAST:
@@ -516,29 +400,18 @@ def _run_stages(args: argparse.Namespace) -> int | None:
     return status
 
 
-def _print_plan(args: argparse.Namespace, read: float, write: float) -> None:
-    from ia_mech.collect.cost import duration  # loads torch, as the pace has
-
-    lines = {"pace": f"reads {read:.0f}, writes {write:.0f} tokens a second, as measured now"}
+def _print_plan(args: argparse.Namespace) -> None:
     written = f"{RESPONSES} responses to each, which the model writes; the data's own aren't used"
-    lines["queries"] = f"{args.queries}; {written}; samples: {args.samples}"
-    total = 0.0
+    lines = {"queries": f"{args.queries}; {written}; samples: {args.samples}"}
     for stage in stages(args):
-        took = seconds_of(stage, read, write)
-        total += took
-        lines[stage.name] = (
-            f"reads {stage.tokens[0]:,}, writes {stage.tokens[1]:,} tokens, {duration(took)}"
-            if sum(stage.tokens)
-            else "no model is run"
-        )
+        lines[stage.name] = f"{stage.module} {shlex.join(stage.words)}"
     if args.queries < PROBED:
         lines["probes"] = f"left out: they need {PROBED} queries"
     if few := too_few(args.queries):
         lines["too few queries"] = few
     if args.queries < LEAST:
         lines["latent follow-ups"] = NO_VERDICT
-    lines["all"] = f"{duration(total)}, to {args.out}"
-    print_plan(lines)
+    print_plan(lines | {"all": f"goes to {args.out}"})
 
 
 def study(model: str, **options: Any) -> Result:

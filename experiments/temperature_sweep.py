@@ -34,6 +34,7 @@ from experiments.first_token import (
     first_token_curves,
     lens_curves,
     openings_of,
+    with_token_scores,
 )
 from experiments.tables import LEAST, only, out_of_reach, sentence_of, tables_of
 from ia_mech.errors import UserError
@@ -50,7 +51,6 @@ from ia_mech.estimates import (
 from ia_mech.judge.decoys import WRONG
 from ia_mech.rates.compute import differences, floors, rates
 from ia_mech.results import Table, table_of
-from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 
 GRID = (*(round(0.1 * step, 1) for step in range(3, 16)), 1.75, 2.0)
@@ -364,17 +364,6 @@ class TemperatureSweep(Experiment):
                 "farther from it, can't be told"
             )
         return Conclusion(" ".join(f"{text.rstrip('.')}." for text in said), control)
-
-
-def with_token_scores(turns: pd.DataFrame, runs: Sequence[Run]) -> pd.DataFrame:
-    """The turns with their tokens, the tokens' log-probabilities and ranks, and ``at``, the row of
-    their context."""
-    written = []
-    for run in runs:
-        row = {name: at for at, name in enumerate(run.contexts["context_id"])}
-        own = run.generations[[*KEY, "token_ids", "logprobs_raw", "ranks"]]
-        written.append(own.assign(run=str(run.path), at=own["context_id"].map(row).astype(int)))
-    return turns.merge(pd.concat(written), on=["run", *KEY], how="left", validate="one_to_one")
 
 
 # -- estimates -------------------------------------------------------------------------------------

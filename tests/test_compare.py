@@ -6,8 +6,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from experiments.bits import estimate_means
 from experiments.compare import OPTIONS, SHARE, after_which, category_shares, values_of
+from experiments.control import estimate_means
 from ia_mech.judge.rubric import BUILT_IN, CANNOT_ASSESS, FOLLOW_UP
 from ia_mech.run.sources import sources_of
 

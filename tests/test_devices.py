@@ -23,9 +23,9 @@ from shell import call
 from test_temperature_sweep import judged
 from transformers.cache_utils import KVSharingDict
 
-from experiments import elicit, hybrids, locate, steering
-from experiments.directions import Learning, SteeredContext, learn
+from experiments import elicit, locate, steering
 from experiments.experiment import Model
+from experiments.fit import Learning, SteeredContext, learn
 from ia_mech.collect import job
 from ia_mech.engine.check import TOKENS, check_engine
 from ia_mech.engine.decode import Row, decode
@@ -253,11 +253,11 @@ def test_a_command_equals_itself_on_one_device(command, runs, gpus, tmp_path, mo
     """Every score and every turn is equal. An estimate may differ more where it hardly depends on
     them, as where siblings are told apart by the query, which they share."""
     folder, cpu, placed, siblings = runs
-    monkeypatch.setattr(hybrids, "TOKENS", 4)
+    monkeypatch.setattr("experiments.outcome.TOKENS", 4)
     monkeypatch.setattr(steering, "OTHERS", 29)
     vector = str(folder / "vector.safetensors")
     recurrent = "linear_attention" in getattr(cpu.model.config, "layer_types", ())
-    maps = [name for name in hybrids.MAPS if name != hybrids.BLOCKS or not recurrent]
+    maps = [name for name in locate.MAPS if name != locate.BLOCKS or not recurrent]
     words = {
         locate: [siblings.path, "--queries", "3", "--recipients", "1", "--maps", *maps],
         elicit: [siblings.path, "--judge", "builtin"],

@@ -8,8 +8,9 @@ import pytest
 from conftest import Silent
 from shell import call, refusal
 
-from experiments.arms import EXCESS, RATE, SIBLINGS, best_elsewhere, rates_by_query
+from experiments.control import best_elsewhere
 from experiments.elicit import GREEDY, OPENING, main
+from experiments.outcome import EXCESS, RATE, SIBLINGS, rates_by_query
 from ia_mech.judge import builtin_judge
 from ia_mech.judge.decoys import SIBLING
 from ia_mech.judge.judging import label_run

@@ -1,9 +1,11 @@
 """What the commands of all experiments share: help, checks of runs, the output folder, files."""
 
 import errno
+import importlib
 import os
 import re
 import shutil
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,7 +20,7 @@ from shell import Outcome, call, files, refusal, worked
 
 import ia_mech.engine.score as score_module
 from experiments.arms import Arm, conversations_of
-from experiments.experiment import Conclusion, Experiment, output_folder
+from experiments.experiment import Conclusion, Experiment, modules_of, output_folder
 from experiments.figures import Bars
 from experiments.learned_vector import LearnedVector
 from ia_mech.collect.command import main as sample
@@ -247,15 +249,16 @@ def test_the_worked_experiment_measures_what_it_says_and_goes_on_where_it_was_st
     words += ["--workers", "1"]  # or a second unit would be begun, and perhaps ended
     plan = call(first_words.main, [*words, "--dry-run"], capfd)
     assert plan.status == 0 and "3 units of 3 queries" in plan.out and not folder.exists()
-    measure, measured = first_words.measure, []
+    opened = sys.modules[first_words.__module__].Opened
+    rows, measured = opened.rows, []
 
-    def interrupted(model, unit):
-        measured.append(unit.source)
+    def interrupted(self, model):
+        measured.append(self.source)
         if len(measured) == 2:
             raise KeyboardInterrupt
-        return measure(model, unit)
+        return rows(self, model)
 
-    monkeypatch.setattr(first_words, "measure", staticmethod(interrupted))
+    monkeypatch.setattr(opened, "rows", interrupted)
     assert call(first_words.main, words, capfd).status == 130
     assert not (folder / "result.json").exists()
     outcome = call(first_words.main, words, capfd)
@@ -291,6 +294,13 @@ def test_the_worked_experiment_measures_what_it_says_and_goes_on_where_it_was_st
             patch.setattr(what, value)
             said = call(first_words.main, [*words, "--dry-run"], capfd).out
         assert f"{count} are measured already" in said
+
+
+def test_kept_rows_depend_on_what_the_measuring_module_imports_and_on_no_table():
+    importlib.import_module("experiments.steering")
+    used = modules_of(frozenset({"experiments.steering"}))
+    assert {"experiments.steering", "experiments.fit"} <= used  # steered turns are made in fit
+    assert not {"experiments.experiment", "experiments.tables", "experiments.figures"} & used
 
 
 def test_a_unit_that_memory_is_too_small_for_is_measured_in_smaller_passes(

@@ -15,28 +15,23 @@ from runs import sampled as made_run
 from shell import call, refusal
 
 import ia_mech.engine.state as state
-from experiments.experiment import Model
-from experiments.interchange import (
+from experiments.control import (
     ARMS,
     BEYOND,
-    CHOOSING,
     DONORS,
     EQUAL,
     FIRST,
-    HEADER,
     MOVED,
     RATIO,
-    SCORING,
     UNCHANGED,
     UNDER,
-    Interchange,
-    Recipient,
     donors_of,
     estimates,
-    exchanged_layers,
-    main,
-    shares_of,
 )
+from experiments.experiment import Model
+from experiments.grid import PutBack
+from experiments.interchange import HEADER, exchanged_layers, main
+from experiments.outcome import CHOOSING, SCORING, shares_of
 from ia_mech.engine.intervene import Replace
 from ia_mech.errors import UserError
 from ia_mech.estimates import frame_of
@@ -162,7 +157,10 @@ def test_a_share_travels_with_the_state_that_decides_it_and_with_no_other(used, 
     control = next(line for line in said if line.startswith("Control: "))
     said = said[said.index(control) :]
     notes = " ".join(json.loads((tmp_path / "out" / "result.json").read_text())["notes"])
-    assert "recipient with donors. The donors are of 16 queries; a context is one at most" in notes
+    assert (
+        "recipient with donors. The donors are of 16 queries; a conversation is one at most"
+        in notes
+    )
     assert "differ at 0 of 9 cells" in said[0] and "in any of 144 cells" in said[1]
     assert said[2].startswith("Under the donors' first tokens alone the share differs by +")
     alone = cells.loc[(MOVED, FIRST, 4), "value"]  # of this model's turns there is no other token
@@ -180,6 +178,22 @@ def test_a_share_travels_with_the_state_that_decides_it_and_with_no_other(used, 
     assert (again.status, again.out) == (0, outcome.out)
 
 
+def test_the_probability_of_opening_a_follow_up_travels_as_the_share_does(used, command, tmp_path):
+    words = ("--outcome", "first-token", "--tokens", "header_last", "--layers", "2", "3")
+    outcome = command(used.path, *words)
+    assert outcome.status == 0, outcome.err
+    found = pd.read_parquet(tmp_path / "out" / "estimates.parquet")
+    cells = found.set_index(["quantity", "term", "layer"])["value"]
+    wanted = SHARES["z"] - SHARES["q"]
+    assert cells[MOVED, "header_last", 2] == pytest.approx(0, abs=1e-6)
+    assert cells[MOVED, "header_last", 3] == pytest.approx(wanted, abs=0.01)
+    assert cells[RATIO, "header_last", 3] == pytest.approx(1, abs=0.01)
+    assert cells[MOVED, FIRST, 4] == pytest.approx(wanted, abs=0.01)
+    assert "A state moves the probability that the first token opens a follow-up" in outcome.out
+    line = refusal(command(used.path, *words, "--category", "degenerate"))
+    assert line.startswith("--category is of --outcome follow-up")
+
+
 def test_own_states_that_change_a_turn_are_refused(used, command, monkeypatch, tmp_path):
     whole = Replace.apply
     monkeypatch.setattr(Replace, "apply", lambda self, own: whole(self, own) * (1 + 1e-6))
@@ -193,7 +207,7 @@ def test_what_cannot_be_exchanged_is_refused_and_what_it_takes_is_said(used, com
     assert "has 32 at T = 0.7, and T = 1 was asked for" in refusal(
         command(used.path, "--temperature", "1")
     )
-    line = refusal(command(used.path, "--outcome", "degenerate"))
+    line = refusal(command(used.path, "--category", "degenerate"))
     assert line.startswith(
         "0 queries have a finished response whose greedy turn isn't judged 'degenerate'"
     )
@@ -214,9 +228,8 @@ def test_own_states_change_no_bit_in_any_kind_of_model(family, tmp_path, monkeyp
     ids = tuple(tiny.prompt(30, 0))
     places = ((25,), (26,), (27, 28, 29), (29,))
     cells = [(at, layer) for at in places for layer in exchanged_layers(4)]
-    unit = Recipient("s", "d", 1, ids, cells)
-    experiment = Interchange([], None, tmp_path)
-    assert experiment.measure(Model(subject, chat), unit)["same"].tolist() == [True] * 16
+    unit = PutBack("s", "d", 1, ids, cells)
+    assert unit.rows(Model(subject, chat))["same"].tolist() == [True] * 16
     honest = state.forward
 
     def disturbed(*arguments, **options):
@@ -229,7 +242,7 @@ def test_own_states_change_no_bit_in_any_kind_of_model(family, tmp_path, monkeyp
 
     monkeypatch.setattr(state, "forward", disturbed)
     with pytest.raises(UserError, match="change what is computed in 1 of 16 cells"):
-        experiment.measure(Model(subject, chat), unit)
+        unit.rows(Model(subject, chat))
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)

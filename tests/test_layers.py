@@ -99,6 +99,11 @@ def test_no_modules_import_each_other_in_a_circle():
     assert list(TopologicalSorter(graph).static_order())  # raises CycleError
 
 
+def test_experiments_import_modules_and_not_the_package_which_offers_a_study():
+    mine = [one for one in MODULES if one.startswith("experiments.")]
+    assert not [one for one in mine if "ia_mech" in imports()[one]]
+
+
 @pytest.mark.parametrize(("one", "other"), APART)
 def test_parts_that_know_nothing_of_each_other(one, other):
     found = [pair for pair in product_imports() if {one, other} == {*map(part, pair)}]

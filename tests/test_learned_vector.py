@@ -15,9 +15,9 @@ import torch
 from conftest import Silent
 from shell import call, refusal
 
-from experiments.arms import EXCESS, RATE, SIBLINGS, best_elsewhere
-from experiments.directions import Learning, SteeredContext, learn
+from experiments.control import best_elsewhere
 from experiments.experiment import Model
+from experiments.fit import Learning, SteeredContext, learn
 from experiments.learned_vector import (
     CHOSEN,
     LEARNED,
@@ -30,6 +30,7 @@ from experiments.learned_vector import (
     LearnedVector,
     main,
 )
+from experiments.outcome import EXCESS, RATE, SIBLINGS
 from ia_mech.engine.intervene import Add
 from ia_mech.engine.score import Turn
 from ia_mech.errors import UserError
@@ -227,7 +228,7 @@ def test_the_command_holds_what_a_half_learned_against_the_other_half(run, tmp_p
     words = [str(run.path), "--out", str(out), "--resamples", "100", "--steps", "2"]
     words += ["--layers", "2"]
     planned = call(main, [*words, "--dry-run"], capfd)
-    assert planned.status == 0 and "6 of them from" in planned.out and not out.exists()
+    assert planned.status == 0 and "6 units of" in planned.out and not out.exists()
     assert "16 conversations under each of 4 vectors, a greedy turn after each" in planned.out
     outcome = call(main, words, capfd)
     assert outcome.status == 0, outcome.err

@@ -15,48 +15,50 @@ import scored
 import torch
 from shell import call, refusal
 
-from experiments import hybrids
-from experiments.experiment import Model
-from experiments.hybrids import (
+from experiments import outcome
+from experiments.change import (
     AFTER_RESPONSE,
+    HEADER,
+    OWN,
+    QUERY,
+    RESPONSE,
+    RESPONSE_AND_HEADER,
+    SITES,
+)
+from experiments.experiment import Model
+from experiments.locate import (
     ALL_LAYERS,
     BAND_SITES,
     BANDS,
     BLOCK_SITES,
     BLOCKS,
-    FIRST_SCORES,
-    HEADER,
+    FIRST_BITS,
     HEADER_FIRST,
     HEADER_LAST,
-    OWN,
-    QUERY,
-    RANDOM_SITES,
-    RESPONSE,
-    RESPONSE_AND_HEADER,
-    SCORES,
-    SITES,
-    WINDOW,
-    WITHOUT_WINDOW,
-    WRITTEN,
-    SiblingContexts,
-    SiteScorer,
-    layer_windows,
-    window_size,
-    with_band,
-)
-from experiments.locate import (
-    FIRST_BITS,
     LATER_BITS,
     LESS_RANDOM,
     LESS_WHOLE,
     MAY_BE_MOST,
+    RANDOM_SITES,
+    WINDOW,
+    WITHOUT_WINDOW,
+    WRITTEN,
     Locate,
+    cells_of,
     estimates,
     follow_up_bits,
+    layer_windows,
     main,
-    query_bits_of,
     token_estimates,
-    whole_site_bits,
+    window_size,
+)
+from experiments.outcome import (
+    FIRST_SCORES,
+    SCORES,
+    SiblingContexts,
+    bits_by_cell,
+    placed_in,
+    query_bits_of,
     with_own_scores,
 )
 from experiments.tables import estimates_of
@@ -71,7 +73,7 @@ OPTIONS = {"level": 0.95, "resamples": 200, "seed": 0}
 def _short_turns():
     """Turns that are written after hybrids needn't be longer than those that are given."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hybrids, "TOKENS", 6)
+        patch.setattr(outcome, "TOKENS", 6)
         yield
 
 
@@ -79,14 +81,15 @@ def _short_turns():
 def test_the_header_s_place_is_counted_from_the_response_s_end(family):
     """In ``mistral`` it is one token; in the last two white space stands before the turn end."""
     chat = ChatFormat(families.build(family))
-    query, self = {"role": "user", "content": "Why?"}, SimpleNamespace(chat=chat)
+    query = {"role": "user", "content": "Why?"}
     dialogue = [query, {"role": "assistant", "content": "It is blue."}]
-    start, stop, (first, end) = Locate._placed(self, dialogue)
+    start, stop, places = placed_in(chat, dialogue)
+    first, end = places["header_0"], places["header_last"] + 1
     ids = chat.context(dialogue).ids
     assert chat.template.decode(ids[start:stop]).strip() == "It is blue."
     assert ids[stop + first : stop + end] == chat.header_ids and stop + end == len(ids)
     assert ids[stop:] == chat.tail_ids
-    assert Locate._placed(self, [query, {"role": "assistant", "content": ""}]) is None
+    assert placed_in(chat, [query, {"role": "assistant", "content": ""}]) is None
 
 
 def unit(query: int, react: bool = True, behind: int | None = None) -> SiblingContexts:
@@ -112,13 +115,12 @@ def unit(query: int, react: bool = True, behind: int | None = None) -> SiblingCo
         contexts=[tuple(one.ids) for one in contexts],
         starts=[one.response.start for one in contexts],
         stops=[one.response.stop for one in contexts],
-        header=(at["header_0"] - stop, at["header_last"] + 1 - stop),
+        places={name: at[name] - stop for name in planted.POSITIONS},
         context_ids=[f"q{query}-{name}" for name in names],
         turns=[(k, 1.0, 0, planted.turn(name, 4)) for k, name in enumerate(said)],
         recipients=[(query + i) % planted.NAMES for i in range(2)],
-        maps=["windows", "states", "written"] if react else ["windows", "states"],
+        cells=cells_of(["windows", "states", *["written"] * react], planted.DEPTH),
         mapped=1.0,
-        layers=planted.DEPTH,
     )
 
 
@@ -129,7 +131,7 @@ def measured(through_header: bool, react: bool = True, queries: int = QUERIES) -
     )
     parts = []
     for query in range(queries):
-        rows = SiteScorer(model, unit(query, react)).table()
+        rows = unit(query, react).rows(model)
         parts.append(rows.assign(source=f"q{query}"))
     return pd.concat(parts, ignore_index=True)
 
@@ -176,8 +178,8 @@ def mapped(units: list[SiblingContexts], maps: list[str], through_header: bool) 
     )
     parts = []
     for query, one in enumerate(units):
-        one = replace(one, maps=maps, recipients=one.recipients[:1])
-        parts.append(SiteScorer(model, one).table().assign(source=f"q{query}"))
+        one = replace(one, cells=cells_of(maps, planted.DEPTH), recipients=one.recipients[:1])
+        parts.append(one.rows(model).assign(source=f"q{query}"))
     return pd.concat(parts, ignore_index=True)
 
 
@@ -214,7 +216,13 @@ def composed(query: int) -> SiblingContexts:
         for name, length in enumerate(planted.lengths(query))
     ]
     starts, stops = [len(before)] * planted.NAMES, [len(ids) - len(tail) for ids in contexts]
-    return replace(unit(query), contexts=contexts, starts=starts, stops=stops, header=(2, 4))
+    return replace(
+        unit(query),
+        contexts=contexts,
+        starts=starts,
+        stops=stops,
+        places={"header_0": 2, "header_last": 3},
+    )
 
 
 @cache  # no test changes the rows
@@ -225,8 +233,8 @@ def composed_rows() -> pd.DataFrame:
 def test_what_a_turn_reads_that_tokens_composed_dies_in_small_blocks_alone():
     found = carried(composed_rows())
     assert found[OWN] > 1
-    for site, width in BLOCK_SITES.items():
-        wanted = 0.0 if width in (1, 4) else found[OWN]
+    for site, mask in BLOCK_SITES.items():
+        wanted = 0.0 if mask.width in (1, 4) else found[OWN]
         assert found[site] == pytest.approx(wanted, abs=0.06), site
     few, all_of_them = RANDOM_SITES  # such a short response is seen whole: no damage by fewer keys
     assert found[all_of_them] == pytest.approx(found[OWN], abs=0.06)
@@ -241,7 +249,7 @@ def test_a_band_is_as_many_tokens_in_place_of_as_many_at_the_same_distance():
     )
 
     def made(recipient: int, donor: int, site: str) -> list[int]:
-        of = with_band(one, BAND_SITES[site], recipient, donor)
+        of = BAND_SITES[site].hybrid(one, recipient, donor)
         return [contexts[x.context][at] for x in of.pieces for at in range(x.start, x.stop)]
 
     own, first = list(contexts[0]), list(BAND_SITES)
@@ -265,7 +273,9 @@ def test_first_tokens_tell_by_the_header_what_later_ones_tell_by_the_response(mo
     monkeypatch.setattr(planted, "turn", lambda name, length: (planted.ECHO + name,) * length)
     model = Model(SimpleNamespace(model=made), None)
     parts = [
-        SiteScorer(model, replace(unit(query), maps=[])).table().assign(source=f"q{query}")
+        replace(unit(query), cells=cells_of([], planted.DEPTH))
+        .rows(model)
+        .assign(source=f"q{query}")
         for query in range(4)
     ]
     rows = with_own_scores(pd.concat(parts, ignore_index=True))
@@ -287,12 +297,12 @@ def test_what_blocks_keep_is_compared_with_the_whole_and_with_as_many_random_tok
     rows = with_own_scores(composed_rows())
     found = {
         (row.quantity, row.names["term"]): row
-        for row in estimates(rows, whole_site_bits(rows, 0), OPTIONS)
+        for row in estimates(bits_by_cell(rows, 0), OPTIONS)
         if row.names["temperature"] == 1.0
     }
     bits = {site: found["bits", site].estimate.value for site in (*BLOCK_SITES, *RANDOM_SITES)}
     assert {site for quantity, site in found if quantity == LESS_RANDOM} == {
-        site for site, width in BLOCK_SITES.items() if width in (4, 16)
+        site for site, mask in BLOCK_SITES.items() if mask.width in (4, 16)
     }
     of_four, of_sixteen = (found[LESS_RANDOM, f"response, blocks of {width}"] for width in (4, 16))
     less = bits["response, blocks of 4"] - bits["response, 4 random tokens"]
@@ -310,7 +320,7 @@ def test_turns_that_do_not_react_tell_nothing_and_no_site_carries_anything():
 
 def test_estimates_have_the_share_the_test_and_the_set_of_windows():
     rows = with_own_scores(measured(through_header=False))
-    found = estimates(rows, whole_site_bits(rows, 0), OPTIONS)
+    found = estimates(bits_by_cell(rows, 0), OPTIONS)
     sampled = {
         (row.quantity, row.names["term"]): row for row in found
         if np.isnan(row.names["temperature"])
@@ -424,7 +434,7 @@ def constructed(nats: dict, queries: int = 60, seed: int = 0, noise: float = 0.7
         each = 1.0 if quiet else strength * rng.exponential(size=3 * queries)
         scores[np.arange(3 * queries), own] += mean * each
         rows = pd.DataFrame(scores, columns=SCORES)
-        rows[hybrids.FIRST_SCORES] = scores
+        rows[FIRST_SCORES] = scores
         names = {"site": site, "layer": layer, "recipient": 0, "followed": own + 1, "own": own}
         names |= {"source": np.repeat([f"q{n:03d}" for n in range(queries)], 3), "sample": 0}
         parts.append(rows.assign(temperature=1.0, **names))
@@ -433,7 +443,8 @@ def constructed(nats: dict, queries: int = 60, seed: int = 0, noise: float = 0.7
 
 def sentence(rows: pd.DataFrame, layers: int = 32) -> str:
     run = SimpleNamespace(model={"name": "m", "layers": layers})
-    one = Locate([run], SimpleNamespace(level=0.95, resamples=400, seed=0), Path())
+    args = SimpleNamespace(level=0.95, resamples=400, seed=0, outcome="bits")
+    one = Locate.asked(args)([run], args, Path())
     return one.conclude(estimates_of(one.estimate(rows), Locate.columns, 0.95)).sentence
 
 

@@ -16,7 +16,7 @@ from shell import call, files, refusal, worked
 from test_report import no_tokenizer, unpacked
 
 from experiments import changes
-from experiments.changes import (
+from experiments.change import (
     GENERIC_QUESTIONS,
     REACH,
     ask,

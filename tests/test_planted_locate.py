@@ -9,24 +9,26 @@ import pytest
 
 from benchmarks.planted_locate import OPTIONS, measure_study
 from benchmarks.planted_routes import GREEDY, ROUTES, SAMPLED
-from experiments.hybrids import (
-    ALL_LAYERS,
+from experiments.change import (
     ALL_THREE,
-    FULL_LAYERS,
     HEADER,
     HEADER_AND_STATE,
     OF_RECURRENT,
     OWN,
-    PLAYERS,
     QUERY,
     RESPONSE,
     RESPONSE_AND_STATE,
-    RESPONSE_AND_STATE_ON,
-    SCORES,
     STATE,
-    STATE_ON,
 )
-from experiments.locate import LEFT_OUT, estimates, query_bits_of, whole_site_bits
+from experiments.locate import (
+    ALL_LAYERS,
+    FULL_LAYERS,
+    LEFT_OUT,
+    RESPONSE_AND_STATE_ON,
+    STATE_ON,
+    estimates,
+)
+from experiments.outcome import SCORES, bits_by_cell, query_bits_of
 
 SITES = (OWN, RESPONSE, HEADER, QUERY)
 
@@ -63,7 +65,7 @@ def test_a_site_carries_what_reaches_the_turn_by_it_alone(name):
 
 def test_a_turn_that_depends_on_the_response_by_the_recurrent_state_alone_is_said_to():
     rows = rows_of("recurrent state", queries=5)
-    whole = whole_site_bits(rows, 0)[None]
+    whole = {term: one for (term, _), one in bits_by_cell(rows, 0)[None].items()}
     expressed = whole[OWN].bits.mean()
     assert expressed > 1.0
     for site in (*SITES[1:], *OF_RECURRENT):
@@ -72,10 +74,10 @@ def test_a_turn_that_depends_on_the_response_by_the_recurrent_state_alone_is_sai
         assert whole[site].bits.mean() == pytest.approx(wanted, abs=0.02), site
     found = {
         (row.quantity, row.names["term"]): row.estimate.value
-        for row in estimates(rows, whole_site_bits(rows, 0), OPTIONS)
+        for row in estimates(bits_by_cell(rows, 0), OPTIONS)
         if np.isnan(row.names["temperature"])
     }
-    for site in PLAYERS:
+    for site in (RESPONSE, HEADER, STATE):
         wanted = expressed if site == STATE else 0.0
         assert found[LEFT_OUT, site] == pytest.approx(wanted, abs=0.03), site
     computed_on = {ALL_LAYERS: 0, FULL_LAYERS: 0, STATE_ON: expressed}

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from shell import call, refusal
 
-from experiments import post_training, sequences, training
+from experiments import post_training, training
 from experiments.post_training import main
 from ia_mech.chat.format import ChatFormat
 from ia_mech.collect.command import main as sample
@@ -57,7 +57,7 @@ def dialogue(family: str, one: Conversation) -> str:
 def test_exactly_the_users_tokens_and_the_turn_end_carry_loss(family, response):
     one = conversation(response)
     tokenizer = families.build(family)
-    ids, labels = sequences.sequence(ChatFormat(tokenizer), one)
+    ids, labels = training.sequence(ChatFormat(tokenizer), one)
     # Where the turn stands in the dialogue, from characters alone.
     text = dialogue(family, one)
     start = text.rindex(one.real_follow_up)
@@ -67,11 +67,9 @@ def test_exactly_the_users_tokens_and_the_turn_end_carry_loss(family, response):
     following = tokenizer.convert_ids_to_tokens(whole["input_ids"][inside[-1] + 1 :])
     closing = inside[-1] + 2 if following[0] == "Ċ" else inside[-1] + 1
     assert ids == whole["input_ids"][: closing + 1]
-    taught = [i for i, label in enumerate(labels) if label != sequences.IGNORED]
+    taught = [i for i, label in enumerate(labels) if label != training.IGNORED]
     assert taught == [*range(inside[0], closing + 1)]
-    assert all(
-        label in (sequences.IGNORED, token) for label, token in zip(labels, ids, strict=True)
-    )
+    assert all(label in (training.IGNORED, token) for label, token in zip(labels, ids, strict=True))
     assert tokenizer.convert_ids_to_tokens(ids[-1]) in {
         *("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|assistant|>", "<|end|>"),
         *("<｜Assistant｜>", "[/INST]", "</s>", "[|assistant|]", "<extra_id_1>", "<|message_sep|>"),
@@ -106,20 +104,20 @@ def test_equal_and_empty_responses_are_no_alternatives():
 def test_sequences_that_are_too_long_are_left_out(tokenizer):
     chat = ChatFormat(tokenizer)
     made = [replace(one, real_follow_up="Why " * n) for n, one in enumerate(several(), start=1)]
-    lengths = sequences.sequences(chat, made, 1000)["input_ids"].map(len)
+    lengths = training.sequences(chat, made, 1000)["input_ids"].map(len)
     longest = int(lengths.median())
-    short = sequences.sequences(chat, made, longest)
+    short = training.sequences(chat, made, longest)
     assert len(lengths) == 48 and len(short) == (lengths <= longest).sum() < 48
     with pytest.raises(UserError, match="no sequence has at most 8 tokens"):
-        sequences.sequences(chat, made, 8)
+        training.sequences(chat, made, 8)
 
 
 def test_sources_are_held_out_whole():
-    kept, apart = sequences.split(several(), 2)
+    kept, apart = training.split(several(), 2)
     assert len({one.source_id for one in apart}) == 2 and len(apart) == 16
     assert not {one.source_id for one in kept} & {one.source_id for one in apart}
     with pytest.raises(UserError, match="leaves none of 6 queries"):
-        sequences.split(several(), 6)
+        training.split(several(), 6)
 
 
 # --- what is rewarded
@@ -304,7 +302,7 @@ def test_sft_learns_exactly_the_labels_and_leaves_an_adapter_to_merge(
     table = pd.read_parquet(tuned / "sequences.parquet")
     losses = []
     for ids, labels in zip(table["input_ids"], table["labels"], strict=True):
-        start = int((labels == sequences.IGNORED).sum())
+        start = int((labels == training.IGNORED).sum())
         turn = ids[start:].tolist()
         logits = full_logits(tiny_subject.model, ids[:start].tolist(), turn)
         losses += (-logits.log_softmax(-1)[range(len(turn)), turn]).tolist()

@@ -11,8 +11,8 @@ import scored
 import tiny
 from shell import call
 
-from experiments.bits import SiblingTurns
 from experiments.experiment import Model
+from experiments.outcome import SiblingTurns
 from experiments.paraphrase import closeness, usable_wordings
 from experiments.reaction import Reaction, compared_responses, main
 from ia_mech.collect.command import main as sample
@@ -43,9 +43,8 @@ def test_likelihoods_equal_those_of_full_passes(architecture):
         (tuple(tiny.prompt(3 + n, seed=100 + n)), temperature)
         for n, temperature in enumerate((0.0, 0.7, 1.0, 0.7))
     ]
-    found = Reaction([], None, None).measure(
-        model, SiblingTurns("d\x1fq", "d", 1, "alternatives", tuple(contexts), tuple(turns))
-    )
+    what = "d\x1fq", "d", 1, "alternatives", tuple(contexts), tuple(turns)
+    found = SiblingTurns(*what).rows(model)
     for (ids, temperature), row in zip(turns, found.to_dict("records"), strict=True):
         near = scored.nats(len(ids))
         for name, t in (("reader", 1.0), ("own", temperature or 1.0)):

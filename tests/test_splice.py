@@ -16,6 +16,7 @@ from ia_mech.engine.score import Turn, score
 from ia_mech.engine.shared import Borrowed, Engine
 from ia_mech.engine.splice import (
     SINKS,
+    Foreign,
     Hybrid,
     Piece,
     aligned,
@@ -26,8 +27,10 @@ from ia_mech.engine.splice import (
     in_blocks,
     is_recurrent,
     of_everything,
+    prefill_foreign,
     spliced,
 )
+from ia_mech.engine.state import Prefix, prefill
 from ia_mech.errors import UserError
 
 QUERY, AFTER = 9, 4  # tokens before the responses, which all contexts share, and after them
@@ -110,6 +113,33 @@ def test_turns_after_hybrids_equal_one_pass_with_a_mask_per_token(architecture, 
     for one, turn, ours in zip(made, turns, found, strict=True):
         theirs = by_one_pass(model, one, list(turn.ids), after=after)
         np.testing.assert_allclose(ours.logprobs_raw[1:], theirs, rtol=0, atol=LOGPROB)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_context_that_is_prefilled_with_pieces_of_another_is_their_hybrid(architecture):
+    model, (own, other, _) = tiny.model(architecture), contexts()
+    whole = Prefix(own, [QUERY, -1])
+    one = prefill_foreign(model, whole, Foreign(tuple(other), hybrid(0, 1, 0).pieces, 0))
+    turn = tiny.prompt(7, seed=5)
+    (ours,) = score(model, [one], [Turn(0, turn)])
+    theirs = by_one_pass(model, hybrid(0, 1, 0), turn)
+    np.testing.assert_allclose(ours.logprobs_raw[1:], theirs, rtol=0, atol=LOGPROB)
+    plain = prefill(model, [whole]).residuals  # what is kept is the context's own
+    assert torch.allclose(one.residuals, plain, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_5"])
+def test_a_context_with_everything_of_another_is_that_one(architecture):
+    model, (own, other, _), turn = tiny.model(architecture), contexts(), tiny.prompt(7, seed=5)
+    everything = Foreign(tuple(other), (Piece(1, 0, len(other)),), 1)
+    found, wanted = (
+        score(model, [group], [Turn(0, turn)])[0].logprobs_raw
+        for group in (
+            prefill_foreign(model, Prefix(own, [QUERY]), everything),
+            prefill(model, [Prefix(other)]),
+        )
+    )
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=LOGPROB)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

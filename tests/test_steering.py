@@ -14,9 +14,10 @@ import torch
 from shell import call
 from test_temperature_sweep import judged
 
-from experiments import steering
-from experiments.directions import SteeredContext, permuted_probes, random_directions
+from experiments import fit, steering
+from experiments.control import permuted_probes, random_directions
 from experiments.experiment import Model
+from experiments.fit import Dosing, Steered, SteeredContext, doses_of_equal_kl, effects
 from experiments.steering import (
     BEYOND,
     DIRECTION,
@@ -25,16 +26,10 @@ from experiments.steering import (
     OTHER,
     OTHER_MEAN,
     RANK,
-    Dosing,
-    Steered,
     Steering,
-    doses_of_equal_kl,
-    effects,
     estimates,
-    find_doses,
     is_shown,
     main,
-    steer,
 )
 from experiments.tables import estimates_of
 from ia_mech.collect.command import main as sample
@@ -191,9 +186,9 @@ def test_directions_get_the_doses_of_one_kl():
     along, nothing = tuple(told.tolist()), tuple(np.roll(told, 1).tolist())
     made = [planted_context(n) for n in range(4)]
     contexts = tuple(replace(one, layer=5, at=(len(one.ids) - 1,)) for one in made)
-    doses = find_doses(model, Dosing("", "", 0, contexts, (along, nothing), 1e-3))["dose"]
+    doses = Dosing("", "", 0, contexts, (along, nothing), 1e-3).rows(model)["dose"]
     one = Steered("", "", 0, contexts, (along, nothing), tuple(doses))
-    reached = steer(model, one).groupby("draw")["kl"].mean()
+    reached = one.rows(model).groupby("draw")["kl"].mean()
     np.testing.assert_allclose(reached, 1e-3, rtol=0.1)
 
 
@@ -206,7 +201,7 @@ def test_a_dose_is_found_whatever_power_of_it_a_kl_grows_with(power):
 
     found = doses_of_equal_kl(len(scales), 0.05, kl_of)
     wanted = (0.05 / scales[:-1]) ** (1 / power)
-    there = (wanted > steering.LEAST_DOSE) & (wanted < steering.MOST_DOSE)
+    there = (wanted > fit.LEAST_DOSE) & (wanted < fit.MOST_DOSE)
     assert (~np.isnan(found)).tolist() == [*there.tolist(), False]
     reached = kl_of(np.flatnonzero(there), found[:-1][there])
     assert there.any() and (abs(reached - 0.05) <= 0.1 * 0.05).all()
@@ -236,7 +231,7 @@ def found_along(direction: np.ndarray, seed: int, dose: float = 0.4) -> pd.DataF
     drawn = random_directions(states, direction, 19, seed)
     along = tuple(tuple(one) for one in (direction, *drawn))
     parts = [
-        steer(model, Steered("", "", 0, (planted_context(n),), along, (dose,) * len(along)))
+        Steered("", "", 0, (planted_context(n),), along, (dose,) * len(along)).rows(model)
         for n in rng.permutation(24)[:10].tolist()
     ]
     rows = pd.concat([one.assign(source=str(n), dataset="d") for n, one in enumerate(parts)])
@@ -364,7 +359,7 @@ def test_a_vector_that_steers_the_turn_too_gets_a_dose_of_its_own(folder, small,
 
 
 def test_what_cant_be_used_is_refused_in_a_line(folder, small, tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(steering, "ROUNDS", 1)
+    monkeypatch.setattr("experiments.fit.ROUNDS", 1)
 
     def refused(*words: str) -> str:
         outcome = call(main, [str(folder), *words, "--out", str(tmp_path / "out")], capfd)

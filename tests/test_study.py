@@ -79,18 +79,16 @@ def test_a_study_prints_a_line_a_stage_its_result_and_one_table(made):
 
 
 def test_a_second_call_computes_nothing_again(made, data, tiny_model_dir, monkeypatch):
-    """Also with --hours: what was begun stays as it is, at whatever pace."""
     for name, value in SMALL.items():
         monkeypatch.setattr(study, name, value)
-    monkeypatch.setattr(study, "measured_pace", lambda model: (1e-3, 1e-3))
     parts = {path: path.stat().st_mtime_ns for path in made.rglob("part*")}
     before = read(made / STUDY).sentence
     options = {
         "dataset": data,
+        "queries": 4,
         "quick": True,
         "unfinished": True,
         "maps": ["windows"],
-        "hours": 1,
         "out": made,
     }
     assert study.study(tiny_model_dir, **options).sentence == before
@@ -137,31 +135,18 @@ def test_killed_at_five_moments_it_comes_to_the_same_numbers(made, data, tiny_mo
     pd.testing.assert_frame_equal(read(again / STUDY).estimates, read(made / STUDY).estimates)
 
 
-def test_a_plan_names_stages_and_time_and_hours_choose_what_fits(tiny_model_dir, capfd, tmp_path):
+def test_a_plan_names_the_command_of_each_stage(tiny_model_dir, capfd, tmp_path):
     outcome = call(study.main, [tiny_model_dir, "--dry-run", "--out", f"{tmp_path}/no"], capfd)
     assert outcome.status == 0 and not (tmp_path / "no").exists()
-    for name in ("pace", "sample", "judge", "locate", "elicit", "probes", "all"):
+    for name in ("sample", "judge", "locate", "elicit", "probes", "all"):
         assert f"\n{name} " in f"\n{outcome.out}"
     where = ["m", "--where", "--samples", "16", "--judge", "llm --model 'a b'"]
     args = study.with_defaults(study.build_parser().parse_args(where))
     todo = {one.name: one.words for one in study.stages(args)}
     assert {"interchange", "learned vector"} <= {*todo}
     assert todo["judge"][2:] == ["--judge", "llm", "--model", "a b"]
-    args.hours = sum(study.seconds_of(one, 500, 50) for one in study.stages(args)) / 3600 * 0.8
-    fewer = study.fit_into_hours(args, 500, 50)
-    assert fewer.samples == 16 and 12 < fewer.queries < 60
-    assert sum(study.seconds_of(one, 500, 50) for one in study.stages(fewer)) <= 3600 * args.hours
     for words in (["m", "--where"], ["m", "--where", "--quick"]):
         assert "--where takes 16 turns a conversation" in refusal(call(study.main, words, capfd))
-    args = study.with_defaults(study.build_parser().parse_args(["m", "--hours", "1"]))
-    whole = sum(study.seconds_of(one, 500, 50) for one in study.stages(args))
-    args.hours = whole / 3600 / 2
-    fewer = study.fit_into_hours(args, 500, 50)
-    assert fewer.samples < 4 and fewer.queries <= 60
-    assert sum(study.seconds_of(one, 500, 50) for one in study.stages(fewer)) <= whole / 2
-    args = study.with_defaults(study.build_parser().parse_args(["m", "--hours", "0.01"]))
-    with pytest.raises(Exception, match="hours are too few"):
-        study.fit_into_hours(args, 500, 50)
 
 
 def test_studies_are_compared_over_the_queries_that_they_share(made, tmp_path, capfd):

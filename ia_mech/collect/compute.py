@@ -24,6 +24,7 @@ from ia_mech.engine.intervene import at_tokens
 from ia_mech.engine.sampling import response_stream_key, stream_key
 from ia_mech.engine.score import Scored, Turn, score
 from ia_mech.engine.shared import Engine
+from ia_mech.engine.splice import prefill_foreign
 from ia_mech.engine.state import Prefilled, Prefix, prefill_all
 from ia_mech.errors import UserError
 from ia_mech.likelihood.real_follow_up import scored_temperatures
@@ -221,8 +222,7 @@ class Computation:
     ) -> list[ContextResult]:
         """Prefill contexts; score and sample from that."""
         model, grid = self.subject.model, self.settings.rows()
-        prefixes = [self._prefix(context) for context in contexts]
-        groups, order = prefill_all(model, prefixes, work.prefilled)
+        groups, order = self._prefilled(contexts, work)
         members = [contexts[number] for number in order]  # in the order of the groups
         scored = self._real_follow_ups(groups, members)
         rows = [
@@ -259,6 +259,20 @@ class Computation:
             own = decoded[at * len(grid) : (at + 1) * len(grid)]
             results[number] = ContextResult(own, scored.get(at), logits[at], residuals[at])
         return [results[number] for number in range(len(contexts))]
+
+    def _prefilled(
+        self, contexts: Sequence[PreparedContext], work: PartProgress
+    ) -> tuple[list[Prefilled], list[int]]:
+        """The contexts in groups, and their numbers; one with pieces of another is by itself."""
+        prefixes = [self._prefix(context) for context in contexts]
+        foreign = {n: one.foreign for n, one in enumerate(contexts) if one.foreign is not None}
+        plain = [number for number in range(len(contexts)) if number not in foreign]
+        some = [prefixes[number] for number in plain]
+        groups, order = prefill_all(self.subject.model, some, work.prefilled)
+        for number, pieces in foreign.items():
+            groups.append(prefill_foreign(self.subject.model, prefixes[number], pieces))
+            work.prefilled(len(prefixes[number].ids))
+        return groups, [*(plain[number] for number in order), *foreign]
 
     def _prefix(self, context: PreparedContext) -> Prefix:
         at = [context.chat.positions[name] for name in self.plan.positions]

@@ -34,6 +34,7 @@ from ia_mech.engine.cluster import team_of
 from ia_mech.engine.intervene import Intervention
 from ia_mech.engine.memory import Backoff, Footprint, footprint, part_bytes
 from ia_mech.engine.shared import Engine
+from ia_mech.engine.splice import Foreign
 from ia_mech.engine.workers import ANY, Crew, Team, compute_in_workers, usable_cores
 from ia_mech.errors import UserError, exhaustion
 from ia_mech.lens import save_lens
@@ -44,7 +45,7 @@ from ia_mech.run.reader import UNANSWERED
 from ia_mech.settings import WHOLE, Shard, flag_of
 
 # What is changed in the context of a conversation.
-Interventions = Callable[[Conversation, ChatContext], Sequence[Intervention]]
+Interventions = Callable[[Conversation, ChatContext], Sequence[Intervention | Foreign]]
 PATIENCE = 1  # seconds between looks at the parts that other processes compute
 
 
@@ -400,7 +401,7 @@ class _Job:
                 rendered = self.plan.render(conversation)
             assert rendered is not None
             context, turn = rendered
-            steered: list[Intervention] = []
+            steered: list[Intervention | Foreign] = []
             if vector is not None:
                 steered += vector.at_context(context.positions)
             if self.interventions is not None:
@@ -411,4 +412,7 @@ class _Job:
             self.progress.say(f"conversation {conversation.id} is left out: {error.problem}")
             return None
         at_turn = vector.at_turn if vector else ()
-        return PreparedContext(order, conversation, written, context, turn, tuple(steered), at_turn)
+        at_context = tuple(one for one in steered if not isinstance(one, Foreign))
+        foreign = next((one for one in steered if isinstance(one, Foreign)), None)
+        what = order, conversation, written, context, turn, at_context, at_turn
+        return PreparedContext(*what, foreign)

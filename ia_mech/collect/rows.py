@@ -13,6 +13,7 @@ from ia_mech.data.conversations import Conversation
 from ia_mech.engine.decode import Decoded
 from ia_mech.engine.intervene import Intervention, TokenwiseIntervention
 from ia_mech.engine.score import Scored
+from ia_mech.engine.splice import Foreign
 from ia_mech.likelihood.real_follow_up import real_follow_up_columns
 from ia_mech.run import layout
 from ia_mech.settings import Settings
@@ -29,6 +30,7 @@ class PreparedContext:
     real_follow_up: TurnIds | None
     at_context: tuple[Intervention, ...] = ()
     at_turn: tuple[TokenwiseIntervention, ...] = ()  # each of its tokens
+    foreign: Foreign | None = None  # pieces of another context that it has
 
     @property
     def finish_reason(self) -> str:

@@ -77,12 +77,39 @@ def layer_kinds(config: PretrainedConfig) -> list[str]:
     return get_layer_types_and_kwargs(config.get_text_config(decoder=True))[0]
 
 
-def aligned(model: PreTrainedModel, contexts: Sequence[Sequence[int]]) -> Prefilled:
+@dataclass(frozen=True)
+class Foreign:
+    """Pieces of another context in a context that is prefilled.
+
+    Attributes:
+        ids: of the other context.
+        pieces: of 0, the context itself, and of 1, the other.
+        state: which of them the recurrent states are of.
+    """
+
+    ids: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    state: int
+
+
+def prefill_foreign(model: PreTrainedModel, prefix: Prefix, foreign: Foreign) -> Prefilled:
+    """A context with pieces of another one, which rows can go on from; its residuals are those of
+    the context as it was."""
+    group = aligned(model, [prefix.ids, foreign.ids], prefix.positions)
+    made = spliced(group, [Hybrid(0, foreign.pieces, foreign.state)])
+    residuals = None if group.residuals is None else group.residuals[:1]
+    return Prefilled(made.state, made.logits, residuals)
+
+
+def aligned(
+    model: PreTrainedModel, contexts: Sequence[Sequence[int]], positions: Sequence[int] = ()
+) -> Prefilled:
     """Prefill contexts together, all ending at the same position.
 
     Args:
         model: an installed model whose positions are relative (rotary or none).
         contexts: token ids of each.
+        positions: of the first context, at which its residual stream is captured.
 
     Raises:
         UserError: names the layers whose states can't be spliced.
@@ -94,8 +121,10 @@ def aligned(model: PreTrainedModel, contexts: Sequence[Sequence[int]]) -> Prefil
             f"contexts of {type(model).__name__} can't be spliced: layers {', '.join(others)}",
             f"use a model with no layers but {', '.join(sorted(SPLICED - {'dummy'}))}",
         )
-    longest = max(map(len, contexts))
-    return prefill(model, [Prefix(ids, start=longest - len(ids)) for ids in contexts], whole=True)
+    longest, places = max(map(len, contexts)), [positions, *[[-1] * len(positions)] * len(contexts)]
+    each = zip(contexts, places, strict=False)
+    prefixes = [Prefix(ids, at, start=longest - len(ids)) for ids, at in each]
+    return prefill(model, prefixes, whole=True)
 
 
 def continued(

@@ -1,8 +1,8 @@
-"""Directions in the residual stream: where they are added, and how they are learned or drawn."""
+"""What is learned before it is tried: a direction by gradient, and doses of one KL."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,6 @@ import numpy as np
 import pandas as pd
 
 from experiments.experiment import Model, Unit
-from ia_mech.run import Run
 from ia_mech.run.queries import Query
 from ia_mech.steering import TURN, SteeringVector
 
@@ -18,9 +17,10 @@ if TYPE_CHECKING:  # these load torch
     from torch import Tensor
 
     from ia_mech.engine.score import Turn
-    from probes.targets import Outcome
 
 BATCH, RATE = 12, 0.1  # contexts of a step of Adam, most change of a unit vector
+LEAST_DOSE, MOST_DOSE = 2.0**-8, 2.0**4  # between which a KL is sought, in norms of the state
+ROUNDS, KL_TOLERANCE = 14, 0.1  # of the search; how near the KL has to come, relatively
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,11 @@ class Learning(Unit):
     steps: int
     seed: int
 
+    def rows(self, model: Model) -> pd.DataFrame:
+        """One row, with the ``direction``."""
+        row = {"half": self.half, "term": self.term, "layer": self.contexts[0].layer}
+        return pd.DataFrame([row | {"direction": learn(model, self)}])
+
 
 def learn(model: Model, unit: Learning) -> np.ndarray:
     """``[d_model]`` float32 of length 1: the direction that makes turns likely if states are moved
@@ -176,57 +181,104 @@ def _learn(model: Model, unit: Learning) -> np.ndarray:
     return along.detach().numpy()
 
 
-# -- drawn -----------------------------------------------------------------------------------------
+# -- doses of one KL -------------------------------------------------------------------------------
 
 
-def centred_states(runs: Sequence[Run], layer: int, positions: Sequence[str]) -> np.ndarray:
-    """``[contexts, d_model]`` states of all contexts at the first of the positions that isn't the
-    turn's (``header_last`` if none is), minus each run's mean."""
-    named = next((name for name in positions if name != TURN), "header_last")
-    states = [run.residuals(layer, named).double().numpy() for run in runs]
-    return np.concatenate([own - own.mean(0) for own in states])
+@dataclass(frozen=True)
+class Dosing(Unit):
+    """Directions whose doses are sought.
 
-
-def permuted_probes(
-    states: np.ndarray, outcome: Outcome, penalty: float, count: int, seed: int
-) -> np.ndarray:
-    """``[count, d]`` logistic directions of length 1: of a probe of ``[n, d]`` states with this
-    penalty whose labels whole sources have exchanged at random.
-
-    Like the probe's, and unlike random ones, they favour axes along which states hardly vary.
+    Attributes:
+        contexts: of the queries that choose.
+        directions: ``[d_model]`` each.
+        kl: that each is to have, in nats.
     """
-    from probes.card import directions
-    from probes.fit.folds import permutations
 
-    together = np.zeros(len(outcome), dtype=int)  # one fold: no permutation is left out
-    found = []
-    for rows in permutations(outcome, together, count, np.random.SeedSequence([seed, 24])):
-        moved = {"positives": outcome.positives[rows], "trials": outcome.trials[rows]}
-        labels = replace(outcome, **moved)
-        found.append(directions(states, labels, penalty)["logistic"].weights)
-    return np.array(found, dtype=float)
+    contexts: tuple[SteeredContext, ...]
+    directions: tuple[tuple[float, ...], ...]
+    kl: float
+
+    def rows(self, model: Model) -> pd.DataFrame:
+        """A row per direction with its ``dose``, at which its KL, a mean over sources, is the
+        wanted one."""
+        # Of the first token alone: a turn whose one token doesn't matter.
+        firsts = [replace(one, turns=((0,),)) for one in self.contexts]
+        sources = [one.source for one in firsts]
+
+        def kl_of(some: np.ndarray, doses: np.ndarray) -> np.ndarray:
+            along = [self.directions[n] for n in some]
+            each = [effects(model, one, along, doses.tolist())[1] for one in firsts]
+            return pd.DataFrame(each).groupby(sources).mean().mean().to_numpy()
+
+        return pd.DataFrame({"dose": doses_of_equal_kl(len(self.directions), self.kl, kl_of)})
 
 
-def random_directions(
-    states: np.ndarray, direction: np.ndarray, count: int, seed: int
-) -> np.ndarray:
-    """Directions with the covariance of states, without the component along a direction.
+@dataclass(frozen=True)
+class Steered(Unit):
+    """A query's contexts, each with a turn that the judge calls a follow-up and one that it
+    doesn't. They are scored under directions with their doses."""
 
-    The covariance has few large directions. Drawn directions lie closer to them, and to a probe
-    that lies there, than directions without a preference would. The component along ``direction``
-    is taken out, since a control that holds a part of the direction would hide its effect.
+    contexts: tuple[SteeredContext, ...]
+    directions: tuple[tuple[float, ...], ...]
+    doses: tuple[float, ...]
 
-    Args:
-        states: ``[n, d]``, centred.
-        direction: ``[d]`` that is taken out.
-        count: how many.
-        seed: of the draws.
+    def rows(self, model: Model) -> pd.DataFrame:
+        """A row per context and direction: ``draw`` (its number: 0 is the direction), and in nats
+        ``kl`` at the header and ``log_odds``, the change of the log-odds of follow-ups."""
+        found = []
+        for context in self.contexts:
+            moved, kl = effects(model, context, self.directions, self.doses)
+            rows = {"draw": range(len(kl)), "dose": self.doses, "kl": kl}
+            found.append(pd.DataFrame(rows | {"log_odds": moved[:, 0] - moved[:, 1]}))
+        return pd.concat(found, ignore_index=True)
+
+
+def effects(
+    model: Model,
+    context: SteeredContext,
+    directions: Sequence[Sequence[float]],
+    doses: Sequence[float],
+) -> tuple[np.ndarray, np.ndarray]:
+    """What directions change in a context, in nats.
 
     Returns:
-        ``[count, d]`` of length 1.
+        ``[directions, turns]`` changes of the turns' log-probabilities, and ``[directions]`` KLs of
+        the first token's distribution, steered from unsteered.
     """
-    unit = direction / np.linalg.norm(direction)
-    drawn = np.random.default_rng([seed, 24]).standard_normal((count, len(states))) @ states
-    drawn /= np.linalg.norm(drawn, axis=1, keepdims=True)
-    drawn -= (drawn @ unit)[:, None] * unit
-    return drawn / np.linalg.norm(drawn, axis=1, keepdims=True)
+    import torch
+
+    turns = context.steered_turns(0, None, 0.0)
+    for direction, dose in zip(directions, doses, strict=True):
+        turns += context.steered_turns(0, torch.tensor(direction), dose)
+    scores = model.score([context.ids[: context.start]], turns)
+    header, count = len(context.ids) - context.start, len(context.turns)
+    sums = [one.logprobs_raw[header:].sum(dtype=np.float64) for one in scores]
+    plain, *moved = np.reshape(sums, (-1, count))
+    before, *first = (np.asarray(one.whole, dtype=np.float64) for one in scores[::count])
+    kl = [max(float(np.exp(after) @ (after - before)), 0.0) for after in first]
+    return np.array(moved) - plain, np.array(kl)
+
+
+def doses_of_equal_kl(
+    count: int, kl: float, kl_of: Callable[[np.ndarray, np.ndarray], np.ndarray]
+) -> np.ndarray:
+    """``[count]`` doses at which directions have a KL, by halving the logarithm's range; NaN for
+    one that doesn't come near.
+
+    Args:
+        count: of the directions.
+        kl: in nats.
+        kl_of: the KLs of some directions, by their numbers, at a dose each; they rise with it.
+    """
+    found = np.full(count, np.nan)
+    low, high = np.full(count, np.log(LEAST_DOSE)), np.full(count, np.log(MOST_DOSE))
+    for _ in range(ROUNDS):
+        left = np.flatnonzero(np.isnan(found))
+        if not len(left):
+            break
+        middle = (low + high)[left] / 2
+        values = kl_of(left, np.exp(middle))
+        near, less = abs(values - kl) <= KL_TOLERANCE * kl, values < kl
+        found[left[near]] = np.exp(middle[near])
+        low[left[less]], high[left[~less]] = middle[less], middle[~less]
+    return found

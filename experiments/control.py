@@ -1,0 +1,343 @@
+"""What an effect is held against, and where it is chosen.
+
+Nothing is chosen and reported on the same queries: halves, the best of several on other queries,
+donors by one half of their turns. Contrasts are paired by query; where a value depends on the
+recipient's and the donors' queries, both are clusters.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from experiments.outcome import CHOOSING, IN_ROLE, ONCE_IN_ROLE
+from ia_mech.estimates import ALL, Group, TidyEstimate, by_dataset, paired_row
+from ia_mech.run import Run
+from ia_mech.run.sources import split_source
+from ia_mech.stats import (
+    Estimate,
+    cluster_bootstrap,
+    cluster_mean,
+    dyadic_mean,
+    dyadic_test,
+)
+from ia_mech.steering import TURN
+
+if TYPE_CHECKING:
+    from probes.targets import Outcome
+
+HIGH, LOW, EQUAL_A, EQUAL_B = ARMS = ("high", "low", "equal a", "equal b")  # donors
+POOL = 0.25  # donors of a high share are of the upper quarter, those of a low one of the lower
+MOVED, RATIO, EQUAL = "high minus low donor", "share of the donors' difference", "equal donors"
+MOVED_PARTS = {part: f"{MOVED}, {part}" for part in (IN_ROLE, ONCE_IN_ROLE)}
+BEYOND = "high minus low donor, beyond the first token"
+DONORS, UNCHANGED = "donors' own difference, held out", "share, unchanged"
+UNDER = {HIGH: "share under the high donor", LOW: "share under the low donor"}
+FIRST = "first token alone"  # the last token's state after the last layer, which nothing else reads
+CELL = ["term", "layer"]
+
+# -- paired by query -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class QueryValues:
+    """A value of every query, of which the mean is estimated.
+
+    Attributes:
+        quantity: what it is.
+        values: by source.
+        names: what it is of. Without ``dataset`` there is an estimate for each dataset, and one for
+            all together.
+        baseline: what it is tested against: by source, what is subtracted; None for a plain mean.
+        null: a number that a plain mean is tested against.
+        proportion: values are shares of events, for the interval of a plain mean.
+        least, most: the bounds of the value.
+    """
+
+    quantity: str
+    values: pd.Series
+    names: dict[str, Any]
+    baseline: pd.Series | None = None
+    null: float | None = None
+    proportion: bool = False
+    least: float = -np.inf
+    most: float = np.inf
+
+
+def estimate_means(each: Iterable[QueryValues], options: dict[str, Any]) -> Iterator[TidyEstimate]:
+    """The means of values over queries."""
+    for one in each:
+        frame = one.values.rename_axis("source").reset_index(name="value")
+        groups: Iterable[tuple[str, Any]]
+        if "dataset" in one.names:
+            groups = [(one.names["dataset"], np.ones(len(frame), dtype=bool))]
+        else:
+            frame["dataset"] = frame["source"].map(lambda source: split_source(source)[0])
+            groups = by_dataset(frame)
+        for dataset, here in groups:
+            values, sources = frame.loc[here, "value"], frame.loc[here, "source"].to_numpy()
+            group = Group(sources, options, one.names | {"dataset": dataset})
+            if one.baseline is not None:
+                pair = values, sources, one.baseline, one.baseline.index
+                row = paired_row(group, one.quantity, *pair)
+            else:
+                row = group.mean(one.quantity, values, proportion=one.proportion)
+            if one.null is not None:
+                # Rounded: sums of thirds that miss 0 by 1e-17 would count as signs.
+                more = (values - one.null).round(9)
+                test = paired_row(group, one.quantity, more, sources, 0 * more, sources)
+                row = replace(row, p=test.p, test=test.test)
+            yield replace(row, estimate=row.estimate.clip(one.least, one.most))
+
+
+def halves_of(queries: Iterable[str], seed: int) -> dict[str, int]:
+    """Each query's half, 0 or 1, drawn by seed."""
+    names = sorted(set(queries))
+    order = np.random.default_rng([seed, 2]).permutation(len(names))
+    return {names[at]: place % 2 for place, at in enumerate(order)}
+
+
+# -- compared --------------------------------------------------------------------------------------
+
+
+def arm_estimates(
+    rows: pd.DataFrame,
+    by: Sequence[str],
+    bounds: Mapping[str, tuple[float, float]],
+    less: Mapping[str, dict[str, Any]],
+    options: dict[str, Any],
+    dataset: str = ALL,
+    compared: Sequence[str] | None = None,
+) -> Iterator[TidyEstimate]:
+    """Means of arms, and their differences from others, paired by query.
+
+    Args:
+        rows: ``source``, the columns that name an arm, and values of quantities.
+        by: the columns that name an arm.
+        bounds: quantity → its bounds. A quantity without values is left out.
+        less: words → what differs in the name of the arm that is subtracted; the difference is
+            called ``quantity, words``. No arm is subtracted from itself.
+        options: ``level``, ``resamples`` and ``seed``.
+        dataset: that the rows are of.
+        compared: the quantities of differences (default: all).
+    """
+    group = Group(np.array([]), options, {"dataset": dataset})
+    arms = dict(list(rows.groupby(list(by), sort=False)))
+    for key, own in arms.items():
+        names = dict(zip(by, key, strict=True))
+        known = [one for one in bounds if one in own and own[one].notna().any()]
+        for quantity in known:
+            values, sources = own[quantity], own["source"]
+            found = cluster_mean(values, sources, level=options["level"])
+            clipped = found.clip(*bounds[quantity])
+            yield group.row(quantity, clipped, int(values.notna().sum()), **names)
+        for words, other in less.items():
+            base = arms.get(tuple((names | other)[name] for name in by))
+            if base is None or base is own:
+                continue
+            for quantity in (one for one in known if one in (compared or known)):
+                pair = own[quantity], own["source"], base[quantity], base["source"]
+                least, most = bounds[quantity]
+                row = paired_row(group, f"{quantity}, {words}", *pair, **names)
+                yield replace(row, estimate=row.estimate.clip(least - most, most - least))
+
+
+def best_elsewhere(
+    ranked: np.ndarray, reported: np.ndarray, part: np.ndarray, counts: np.ndarray
+) -> np.ndarray:
+    """The mean of the arm that is best on other queries.
+
+    Args:
+        ranked: ``[arms, queries]`` by whose mean an arm is chosen.
+        reported: ``[arms, queries]`` what is read off there.
+        part: ``[queries]`` numbers: the queries of part 1 choose the arm that those of part 0
+            report, and the other way round; likewise parts 2 and 3, and so on.
+        counts: ``[resamples, queries]`` how often each query was drawn.
+
+    Returns:
+        ``[resamples]`` means over queries; NaN where a part has nothing to choose by.
+    """
+    total = np.zeros(len(counts))
+    for one in np.unique(part):
+        choosing, reporting = counts * (part == one ^ 1), counts * (part == one)
+        best = (choosing @ ranked.T).argmax(1)  # sums rank as means do
+        total += (reporting * reported[best]).sum(1)
+        total[(choosing.sum(1) == 0) & (reporting.sum(1) > 0)] = np.nan
+    return total / counts.sum(1)
+
+
+def estimate_best(
+    ranked: np.ndarray,
+    reported: np.ndarray,
+    part: np.ndarray,
+    sources: Sequence[str],
+    options: Mapping[str, Any],
+) -> Estimate:
+    """:func:`best_elsewhere` with its interval; the bootstrap repeats the choice."""
+
+    def statistic(counts: np.ndarray) -> np.ndarray:
+        return best_elsewhere(ranked, reported, part, counts)
+
+    return cluster_bootstrap(statistic, list(sources), **options)[0]
+
+
+# -- donors ----------------------------------------------------------------------------------------
+
+
+def donors_of(contexts: pd.DataFrame, recipients: Sequence[int], seed: int) -> pd.DataFrame:
+    """Donors for recipients, all of the same dataset and of other queries than the recipient's.
+
+    High and low donors come from the upper and the lower quarter by :data:`CHOOSING`. The two equal
+    donors are any context and the nearest to it, in random order. Of the possible donors the least
+    used ones are taken, by lot.
+
+    Args:
+        contexts: ``dataset``, ``source`` and :data:`CHOOSING`, indexed from 0.
+        recipients: of the contexts.
+        seed: of the lots.
+
+    Returns:
+        A row per recipient that has all four: ``recipient`` and :data:`ARMS`, of the contexts.
+    """
+    rng, used, found = np.random.default_rng([seed, 5]), Counter[int](), []
+    source, share = contexts["source"].to_numpy(), contexts[CHOOSING].to_numpy(float)
+
+    def taken(pool: np.ndarray, *besides: int) -> int | None:
+        others = [i for i in pool.tolist() if source[i] not in {source[j] for j in besides}]
+        return min(others, key=lambda i: (used[i], rng.random()), default=None)
+
+    for one in recipients:
+        same = contexts["dataset"].to_numpy() == contexts["dataset"].iloc[one]
+        pool = np.flatnonzero(same & (source != source[one]))
+        if len(np.unique(source[pool])) < 2:
+            continue
+        few, many = np.quantile(share[pool], [POOL, 1 - POOL])
+        high = taken(pool[share[pool] >= many], one)
+        low = None if high is None else taken(pool[share[pool] <= few], one, high)
+        first = taken(pool, one)
+        assert first is not None
+        others = pool[source[pool] != source[first]]
+        apart = abs(share[others] - share[first])
+        second = taken(others[apart == apart.min()], one)
+        if high is None or low is None or second is None:
+            continue
+        equal = rng.permutation([first, second]).tolist()
+        used.update([high, low, *equal])
+        found.append([one, high, low, *equal])
+    return pd.DataFrame(found, columns=["recipient", *ARMS])
+
+
+def estimates(rows: pd.DataFrame, options: dict[str, Any]) -> Iterator[TidyEstimate]:
+    """Every estimate, with its interval over queries: those of the recipient and of its donors, as
+    values that share one may depend on each other (:func:`ia_mech.stats.dyadic_mean`).
+
+    There is no ratio where the donors' own difference isn't shown to be above 0, and nothing beyond
+    the first token where that wasn't put in alone.
+
+    Args:
+        rows: a row per recipient and cell: ``dataset``, ``source``, :data:`CELL`, ``unchanged``,
+            the share under each of :data:`ARMS`, and of each donor its query (``query high``, …)
+            and its share in the half that chose nothing (``own high``, …).
+        options: ``level``, ``resamples`` and ``seed``.
+    """
+    level = options["level"]
+
+    def row(of: Group, quantity: str, values: Any, queries: Any, most: float = 1) -> TidyEstimate:
+        each = (queries[name] for name in queries)
+        found = dyadic_test(values, *each, ends=(-most, most), level=level)
+        return of.row(quantity, found.difference, len(values), p=found.p, test=found.test)
+
+    for dataset, here in by_dataset(rows):
+        of_recipient = rows[here].drop_duplicates("source")
+        group = Group(of_recipient["source"].to_numpy(), options, {"dataset": dataset})
+        yield group.mean(UNCHANGED, of_recipient["unchanged"], proportion=True)
+        high, low = (of_recipient[f"own {arm}"] for arm in (HIGH, LOW))
+        apart = row(group, DONORS, high - low, of_recipient[["query high", "query low"]])
+        yield apart
+        first = rows[here & (rows["term"] == FIRST)].set_index("source")
+        for (term, layer), cell in rows[here].groupby(CELL, sort=False):
+            sources = cell["source"].to_numpy()
+            own = Group(sources, options, group.names | {"term": term, "layer": layer})
+            for arm, quantity in UNDER.items():
+                pair = cell["source"], cell[f"query {arm}"]
+                share = dyadic_mean(cell[arm], *pair, ends=(0, 1), level=level)
+                yield own.row(quantity, share, len(cell))
+            for quantity, a, b in ((MOVED, HIGH, LOW), (EQUAL, EQUAL_A, EQUAL_B)):
+                queries = cell[["source", f"query {a}", f"query {b}"]]
+                yield row(own, quantity, cell[a] - cell[b], queries)
+            queries = cell[["source", "query high", "query low"]]
+            for part, quantity in MOVED_PARTS.items() if f"{IN_ROLE} {HIGH}" in cell else ():
+                apart_by = cell[f"{part} {HIGH}"] - cell[f"{part} {LOW}"]
+                both = apart_by.notna()
+                if both.sum() > 1:
+                    yield row(own, quantity, apart_by[both], queries[both])
+            moved, whole = cell[HIGH] - cell[LOW], cell["own high"] - cell["own low"]
+            if len(first) and term != FIRST:
+                alone = (first[HIGH] - first[LOW]).loc[sources].to_numpy()
+                yield row(own, BEYOND, moved - alone, queries, most=2)
+            if apart.estimate.low > 0 and whole.mean() > 0:
+                ratio = moved.mean() / whole.mean()
+                linear = ratio + (moved - ratio * whole) / whole.mean()  # the delta method
+                most = abs(ratio) + (1 + abs(ratio)) / whole.mean()
+                yield replace(row(own, RATIO, linear, queries, most), p=np.nan, test=None)
+
+
+# -- drawn -----------------------------------------------------------------------------------------
+
+
+def centred_states(runs: Sequence[Run], layer: int, positions: Sequence[str]) -> np.ndarray:
+    """``[contexts, d_model]`` states of all contexts at the first of the positions that isn't the
+    turn's (``header_last`` if none is), minus each run's mean."""
+    named = next((name for name in positions if name != TURN), "header_last")
+    states = [run.residuals(layer, named).double().numpy() for run in runs]
+    return np.concatenate([own - own.mean(0) for own in states])
+
+
+def permuted_probes(
+    states: np.ndarray, outcome: Outcome, penalty: float, count: int, seed: int
+) -> np.ndarray:
+    """``[count, d]`` logistic directions of length 1: of a probe of ``[n, d]`` states with this
+    penalty whose labels whole sources have exchanged at random.
+
+    Like the probe's, and unlike random ones, they favour axes along which states hardly vary.
+    """
+    from probes.card import directions
+    from probes.fit.folds import permutations
+
+    together = np.zeros(len(outcome), dtype=int)  # one fold: no permutation is left out
+    found = []
+    for rows in permutations(outcome, together, count, np.random.SeedSequence([seed, 24])):
+        moved = {"positives": outcome.positives[rows], "trials": outcome.trials[rows]}
+        labels = replace(outcome, **moved)
+        found.append(directions(states, labels, penalty)["logistic"].weights)
+    return np.array(found, dtype=float)
+
+
+def random_directions(
+    states: np.ndarray, direction: np.ndarray, count: int, seed: int
+) -> np.ndarray:
+    """Directions with the covariance of states, without the component along a direction.
+
+    The covariance has few large directions. Drawn directions lie closer to them, and to a probe
+    that lies there, than directions without a preference would. The component along ``direction``
+    is taken out, since a control that holds a part of the direction would hide its effect.
+
+    Args:
+        states: ``[n, d]``, centred.
+        direction: ``[d]`` that is taken out.
+        count: how many.
+        seed: of the draws.
+
+    Returns:
+        ``[count, d]`` of length 1.
+    """
+    unit = direction / np.linalg.norm(direction)
+    drawn = np.random.default_rng([seed, 24]).standard_normal((count, len(states))) @ states
+    drawn /= np.linalg.norm(drawn, axis=1, keepdims=True)
+    drawn -= (drawn @ unit)[:, None] * unit
+    return drawn / np.linalg.norm(drawn, axis=1, keepdims=True)

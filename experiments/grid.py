@@ -1,0 +1,753 @@
+"""Changes × outcomes: what experiments share that put a part of one context into another.
+
+A subclass lists its ``cells`` (what is changed), and of which ``outcomes`` it asks; ``--outcome``
+chooses. The runner and the statistics are the same for all:
+
+- ``bits``: of a query's four responses one is the recipient, the others are candidates. Turns that
+  followed a candidate are scored after the recipient with each candidate's part.
+- ``follow-up``: the recipient is a context whose greedy turn isn't a follow-up. Turns are sampled
+  after it with parts of donors: of two with a high and a low share of follow-ups, and of two with
+  equal shares. Its turns are kept as a run of their own, and judged.
+- ``first-token``: the same, but nothing is drawn. What is measured is the probability that the
+  first token opens a follow-up, as judged after other queries.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import pandas as pd
+
+from experiments.arms import Arm, conversations_of, verdicts_of
+from experiments.change import OWN, RESPONSES, Cell, Change, Given, Replaced, Splice, positions_of
+from experiments.control import (
+    ARMS,
+    BEYOND,
+    DONORS,
+    EQUAL,
+    FIRST,
+    HIGH,
+    LOW,
+    MOVED,
+    MOVED_PARTS,
+    RATIO,
+    UNCHANGED,
+    UNDER,
+    QueryValues,
+    donors_of,
+    estimate_means,
+    estimates,
+)
+from experiments.experiment import Conclusion, Experiment, Model, Unit, flag
+from experiments.figures import Bars, Drawing, Lines
+from experiments.first_token import check_logits, first_token_masses, openings_of, with_token_scores
+from experiments.outcome import (
+    IN_ROLE,
+    LEAST_QUERIES,
+    ONCE_IN_ROLE,
+    SCORING,
+    SiblingContexts,
+    bits_by_cell,
+    parts_of,
+    shares_of,
+    siblings_of,
+    with_own_scores,
+)
+from experiments.tables import only, tables_of
+from ia_mech.cli import above_zero, whole_from
+from ia_mech.data.conversations import Conversation
+from ia_mech.errors import UserError
+from ia_mech.estimates import ALL, Group, TidyEstimate, all_datasets, could_show, holm_corrected
+from ia_mech.judge.rubric import ASSESSED, FOLLOW_UP, heading
+from ia_mech.likelihood.carried import CANDIDATES, CEILING, QueryBits
+from ia_mech.results import SHARE as AS_SHARE
+from ia_mech.results import Table, cell_of
+from ia_mech.stats import cluster_bootstrap, cluster_mean
+
+if TYPE_CHECKING:  # these load torch
+    from torch import Tensor
+
+    from ia_mech.chat.format import ChatContext
+
+BITS, HITS, SHARE = "bits", "own is likeliest", "share of expressed"
+ABOVE_TENTH = "bits above a tenth of expressed"
+EQUIVALENT = 0.1  # a share of what is expressed that counts as nothing
+LESS_FIRST = "bits, minus the first token's"
+EXCHANGED = "interchange"  # the perturbation of sampled contexts, and the key of their metadata
+TEMPERATURE = 0.7
+SAMPLES = 16
+BY_BITS, BY_FOLLOW_UPS, BY_FIRST_TOKENS = "bits", "follow-up", "first-token"
+
+
+class Grid(Experiment):
+    """An experiment of cells, whose outcome is chosen (:meth:`asked`).
+
+    Class attributes:
+        outcomes: name → the class that measures it; the first is the usual one.
+        flags: of an outcome, the flags that are of use to it.
+    """
+
+    judged = True
+    queries_used = 60
+    columns: ClassVar[Mapping[str, str]] = {**Experiment.columns, "layer": "Int64"}
+    outcomes: ClassVar[Mapping[str, type["Grid"]]]
+    flags: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def asked(cls, args: argparse.Namespace) -> type[Experiment]:
+        """The class of the outcome and the cells; results of the usual outcome have the plain name
+        of the command."""
+        usual = next(iter(cls.outcomes))
+        name = cls.folder_name() + (f"-{args.outcome}" if args.outcome != usual else "")
+        about = {"__module__": cls.__module__, "folder_name": classmethod(lambda _: name)}
+        return type(cls.__name__, (cls.outcomes[args.outcome], cls), about)
+
+    def cells(self) -> list[Cell]:
+        """What is changed."""
+        raise NotImplementedError
+
+    @classmethod
+    def add_flags(cls, parser: argparse.ArgumentParser) -> None:
+        add, names = partial(flag, parser), ", ".join(ASSESSED)
+        kinds, usual = list(cls.outcomes), next(iter(cls.outcomes))
+        what = f"what is measured: {' or '.join(kinds)}"
+        add("--outcome", str, usual, what, choices=kinds, metavar="OUTCOME")
+        share = f"of {BY_FOLLOW_UPS}: whose share is exchanged, one of {names}"
+        add("--category", str, FOLLOW_UP, share, choices=ASSESSED, metavar="CATEGORY")
+        turns = f"of {BY_FOLLOW_UPS}: turns under each donor"
+        add("--samples", whole_from(1), SAMPLES, turns, metavar="N")
+        turns = f"of {BY_FOLLOW_UPS}: of turns, one that the runs have"
+        add("--temperature", above_zero, TEMPERATURE, turns, metavar="T")
+        fewer = f"of {BY_BITS}: responses to a query that are recipients, 1 to {RESPONSES}: fewer "
+        every, fewer = range(1, RESPONSES + 1), f"{fewer}take less time and give wider intervals"
+        add("--recipients", int, RESPONSES, fewer, choices=every, metavar="N")
+
+    def read(self) -> None:
+        """Refuse by name what the outcome doesn't take."""
+        parser = self.build_parser()
+        for kind, other in self.outcomes.items():
+            for name in {*other.flags} - {*self.flags}:
+                if getattr(self.args, name) != parser.get_default(name):
+                    raise UserError(f"--{name} is of --outcome {kind}", "leave it out")
+
+
+def drawing(title: str, unit: str, rows: pd.DataFrame) -> Drawing:
+    """Cells by layer, or by site; what is put in after the last layer is the first token alone."""
+    by_layer = rows[rows["layer"].notna() & (rows["term"] != FIRST)]
+    if len(by_layer):
+        return Lines(title, "after layer", unit, by_layer, across="layer", levels={"": 0.0})
+    return Bars(title, unit, rows)
+
+
+# -- bits ------------------------------------------------------------------------------------------
+
+
+def estimated(
+    options: dict[str, Any],
+    quantity: str,
+    found: QueryBits,
+    base: QueryBits | None = None,
+    **names: Any,
+) -> Iterator[TidyEstimate]:
+    """Mean bits of queries, or hits; minus those of another arm or site, if there is one.
+
+    How often the own candidate is the likeliest is tested against the third that chance gives.
+    """
+    hits = quantity.startswith(HITS)
+    values, *less = (
+        pd.Series(one.hits if hits else one.bits, one.queries) for one in (found, base) if one
+    )
+    row = QueryValues(quantity, values, {"dataset": ALL} | names)
+    if less:
+        row = replace(row, baseline=less[0])
+    elif hits:
+        row = replace(row, null=1 / CANDIDATES, least=0.0, most=1.0)
+    else:
+        row = replace(row, most=CEILING)
+    return estimate_means([row], options)
+
+
+def share_of(
+    options: dict[str, Any], found: QueryBits, expressed: QueryBits, **names: Any
+) -> Iterator[TidyEstimate]:
+    """What a site carries as a share of what is expressed in the same queries, and by how many bits
+    it carries more than :data:`EQUIVALENT` of that."""
+    group = Group(np.array(found.queries), options, {"dataset": ALL} | names)
+    expressed = expressed.only(found.queries)
+    if cluster_mean(expressed.bits, expressed.queries).low > 0:
+
+        def ratio(counts: np.ndarray) -> np.ndarray:
+            return (counts @ found.bits) / (counts @ expressed.bits)
+
+        (estimate,) = cluster_bootstrap(ratio, found.queries, **options)
+        yield group.row(SHARE, estimate, len(found.bits))
+    yield group.mean(ABOVE_TENTH, found.bits - EQUIVALENT * expressed.bits)
+
+
+def carried(
+    options: dict[str, Any], found: QueryBits, expressed: QueryBits | None, **names: Any
+) -> Iterator[TidyEstimate]:
+    """Bits and hits of a cell, and its share of what is expressed, if that is of the same turns."""
+    yield from estimated(options, BITS, found, **names)
+    yield from estimated(options, HITS, found, **names)
+    if expressed is not None:
+        yield from share_of(options, found, expressed, **names)
+
+
+class Bits(Grid):
+    """How many bits turns tell about the candidate that they followed."""
+
+    siblings, judged = True, False
+    flags: ClassVar[tuple[str, ...]] = ("recipients",)
+
+    def units(self) -> Iterator[SiblingContexts]:
+        queries = self.queries  # refuses runs without siblings, before the model is looked for
+        cells, few, used = self.cells(), 0, 0
+        temperatures = self.runs[0].settings["temperatures"]
+        for query in queries:
+            how = cells, self.args.recipients, temperatures, self.args.seed
+            unit = siblings_of(query, self.chat, *how)
+            few, used = few + (unit is None), used + (unit is not None)
+            if unit is not None:
+                yield unit
+        if 0 < used < LEAST_QUERIES:
+            raise UserError(
+                f"{used} queries have {RESPONSES} different responses with a turn after each: what "
+                f"is fitted on some queries is scored on others, which takes {LEAST_QUERIES}",
+                "sample more queries",
+            )
+        if few:
+            self.notes.append(
+                f"{few} of {len(queries)} queries lack {RESPONSES} different responses "
+                "with a turn after each, and are left out."
+            )
+
+    def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
+        """Of every cell by temperature; Holm-corrected over cells."""
+        options, found = self.options, list[TidyEstimate]()
+        for t, each in bits_by_cell(with_own_scores(rows), options["seed"]).items():
+            own, first = each.get((OWN, -1)), [one for key, one in each.items() if key[0] == FIRST]
+            for (term, layer), bits in each.items() if t is not None else ():
+                names = {"term": term, "temperature": t} | ({"layer": layer} if layer >= 0 else {})
+                found += carried(options, bits, own if term != OWN else None, **names)
+                if first and term not in (OWN, FIRST):
+                    found += estimated(options, LESS_FIRST, bits, first[0], **names)
+        return holm_corrected(found)
+
+    def tables(self, found: pd.DataFrame) -> list[Table]:
+        return tables_of(
+            f"bits about which of {CANDIDATES} responses a turn followed (at most {CEILING:.2f})",
+            found,
+            {
+                BITS: ("bits", 2),
+                HITS: ("own likeliest (chance 0.33)", 2),
+                SHARE: ("enough for (share)", AS_SHARE),
+                LESS_FIRST: ("beyond the first token", "+.2f"),
+            },
+            index=("temperature", "term", "layer"),
+            rows="queries",
+            legend=f"{OWN}: what turns express; other lines: what this change alone is enough for, "
+            "everything else being another response's. Beyond the first token: minus the bits of "
+            "the state that decides the first token alone. P: Holm-corrected over lines.",
+        )
+
+    def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
+        bits = only(found, BITS)
+        bits = bits[bits["temperature"] == bits["temperature"].max()]
+        return {"cells": drawing(self.runs[0].model["name"], "bits", bits[bits["term"] != OWN])}
+
+    def conclude(self, found: pd.DataFrame) -> Conclusion:
+        t = found["temperature"].max()
+        at, what = found[found["temperature"] == t], "greedy" if t == 0 else f"T = {t:g}"
+        bits, own = only(at, BITS), only(at, BITS, term=OWN)
+        cells = bits[~bits["term"].isin([OWN, FIRST])]
+        said = []
+        for _, row in cells[cells["low"] > 0].iterrows():
+            after = f" after layer {row['layer']}" if pd.notna(row["layer"]) else ""
+            said.append(f"{row['term']}{after} {cell_of(row, 2)}")
+        if said:
+            carried = f"{len(said)} of {len(cells)} cells carry some of them: {'; '.join(said)}"
+        else:
+            carried = f"no cell is shown to carry any of them ({len(cells)} cells)"
+        first = only(at, BITS, term=FIRST)
+        return Conclusion(
+            f"Turns ({what}) tell {cell_of(own.iloc[0], 2)} of {CEILING:.2f} bits about which of "
+            f"{CANDIDATES} responses they followed; {carried}.",
+            "Each number compares a response with two others to the same query, whose states are "
+            "put in the same way; a hybrid of everything equals its donor."
+            + (f" The first token alone: {cell_of(first.iloc[0], 2)}." if len(first) else ""),
+        )
+
+
+# -- follow-ups ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PutBack(Unit):
+    """A context whose own states are put in, which may not change what is computed of it.
+
+    Attributes:
+        context: its token ids.
+        cells: the tokens and the layer of each.
+    """
+
+    context: tuple[int, ...]
+    cells: list[tuple[tuple[int, ...], int]]
+
+    def rows(self, model: Model) -> pd.DataFrame:
+        """Compare what a turn goes on from, logits and the whole state, with and without the
+        recipient's own states put in.
+
+        Raises:
+            UserError: they differ in a bit.
+        """
+        import torch
+
+        from ia_mech.engine.intervene import Replace
+        from ia_mech.engine.state import Prefix, held_tensors, prefill
+
+        subject, places = model.subject.model, sorted({at for one, _ in self.cells for at in one})
+        with torch.inference_mode():
+            plain = prefill(subject, [Prefix(self.context, places)] * len(self.cells))
+            states = plain.residuals
+            assert states is not None
+            own = []
+            for number, (at, layer) in enumerate(self.cells):
+                put = states[number, layer, [places.index(one) for one in at]]
+                own.append(Prefix(self.context, places, (Replace(layer, at, put),)))
+            again = prefill(subject, own)
+        every = [
+            [one.logits, *(x for layer in one.state.cache.layers for x in held_tensors(layer))]
+            for one in (plain, again)
+        ]
+        same = [
+            all(torch.equal(a[number], b[number]) for a, b in zip(*every, strict=True))
+            for number in range(len(self.cells))
+        ]
+        model.on_tokens(self.tokens)
+        if not all(same):
+            raise UserError(
+                f"a context's own states, put where they were, change what is computed in "
+                f"{same.count(False)} of {len(same)} cells: this model can't be measured so",
+                "report it with the model's name",
+            )
+        return pd.DataFrame({"same": same})
+
+
+@dataclass(frozen=True)
+class Ceiling(Unit):
+    """Recipient and donor of which a hybrid with everything has to equal the donor."""
+
+    contexts: tuple[tuple[int, ...], tuple[int, ...]]
+
+    def rows(self, model: Model) -> pd.DataFrame:
+        from ia_mech.engine.splice import aligned, check_ceiling
+
+        group = aligned(model.subject.model, self.contexts)
+        check_ceiling(model.subject.model, group, self.contexts[0][-1:])
+        return pd.DataFrame({"same": [True]})
+
+
+class FollowUps(Grid):
+    """How far the share of a category moves with a part of a donor.
+
+    Attributes:
+        contexts: those whose greedy turn isn't of the category, as of :func:`shares_of`.
+        donors: of recipients, as of :func:`donors_of`.
+    """
+
+    siblings, judged = False, True
+    flags: ClassVar[tuple[str, ...]] = ("category", "samples", "temperature")
+
+    @property
+    def what(self) -> str:
+        """As it is shown: ``judged 'repeats response'``."""
+        return f"judged {heading(self.args.category)!r}"
+
+    @property
+    def measured(self) -> str:
+        """What is said to move."""
+        return f"the share of sampled turns that are {self.what}"
+
+    # -- chosen -----------------------------------------------------------------------------------
+
+    def read(self) -> None:
+        """Measure the shares and choose recipients and donors.
+
+        Raises:
+            UserError: the runs lack the temperature, turns to tell contexts apart, or contexts.
+        """
+        super().read()
+        settings = self.runs[0].settings
+        if self.args.temperature not in settings["temperatures"] or settings["samples"] < SAMPLES:
+            has = ", ".join(f"{t:g}" for t in settings["temperatures"]) or "greedy ones alone"
+            raise UserError(
+                f"shares of conversations take {SAMPLES} turns of each at one temperature; "
+                f"{self.runs[0].path} has {settings['samples']} at T = {has}, and T = "
+                f"{self.args.temperature:g} was asked for",
+                f"give --temperature, or sample more turns (ia-mech sample --samples {SAMPLES})",
+            )
+        turns = self.verdicts.turns
+        every = shares_of(turns, self.args.category, self.args.temperature).dropna()
+        finished = every[~every["unfinished"].astype(bool)]
+        self.contexts = finished[finished["greedy"] == 0].reset_index(drop=True)
+        chosen = self.contexts["source"].isin([query.source for query in self.queries])
+        recipients = self.contexts[chosen].drop_duplicates("source").index
+        self.donors = donors_of(self.contexts, recipients, self.args.seed)
+        if len(self.donors) < 2:
+            raise UserError(
+                f"{len(self.donors)} queries have a finished response whose greedy turn isn't "
+                f"{self.what}, and donors among other queries of their dataset (of "
+                f"{len(every)} judged conversations {len(finished)} have a finished response, and "
+                f"{len(self.contexts)} of these such a turn)",
+                "give a run of more queries with finished responses, or another --category",
+            )
+        every_donor = self.donors[list(ARMS)].stack()
+        most, given = every_donor.value_counts().max(), self.contexts["source"][every_donor]
+        self.notes.append(
+            f"{len(self.contexts)} of {len(every)} judged conversations are finished and have a "
+            f"greedy turn that isn't {self.what}; {len(self.donors)} of {len(self.queries)} "
+            "queries have such a recipient with donors. The donors are of "
+            f"{given.nunique()} queries; a conversation is one at most {most} times."
+        )
+
+    @cached_property
+    def rows_of_contexts(self) -> pd.DataFrame:
+        """The rows of ``Run.contexts`` of :attr:`contexts`, in their order, with ``row``, which
+        counts the contexts of all runs."""
+        every = pd.concat([run.contexts for run in self.runs], ignore_index=True)
+        every = every.assign(row=range(len(every))).set_index(["dataset", "context_id"], drop=False)
+        keys = self.contexts[["dataset", "context_id"]].itertuples(index=False, name=None)
+        return every.loc[list(keys)].reset_index(drop=True)
+
+    # -- sampled ----------------------------------------------------------------------------------
+
+    def arms(self) -> Mapping[str, Arm]:
+        own = conversations_of(self.rows_of_contexts)
+        states = [run.identity_digest for run in self.runs]
+        found = []
+        for row in self.donors.to_dict("records"):
+            recipient = own[row["recipient"]]
+            for cell in self.cells():
+                for arm in ARMS:
+                    about = {"place": cell.term, "layer": cell.layer, "arm": arm, "runs": states}
+                    about |= {"recipient": row["recipient"], "donor": own[row[arm]].id}
+                    about |= {"row": int(self.rows_of_contexts["row"][row[arm]])}
+                    words = recipient.id, cell.term, str(cell.layer), arm
+                    changed = replace(
+                        recipient,
+                        id="~".join(word.replace(" ", "_") for word in words),
+                        perturbation=EXCHANGED,
+                        real_follow_up=None,
+                        metadata=recipient.metadata | {EXCHANGED: about},
+                    )
+                    found.append(changed)
+        settings = {"temperatures": (self.args.temperature,), "samples": self.args.samples}
+        return {"turns": Arm(found, settings, self._changed)}
+
+    @cached_property
+    def _changes(self) -> dict[tuple[str, int], Change]:
+        return {(cell.term, cell.layer): cell.change for cell in self.cells()}
+
+    @cached_property
+    def _messages(self) -> dict[int, Any]:
+        return dict(
+            zip(*(self.rows_of_contexts[name] for name in ("row", "messages")), strict=True)
+        )
+
+    @cached_property
+    def _states(self) -> "Callable[[int, str], Tensor]":
+        """``[contexts of all runs, d_model]`` by layer and position."""
+        import torch
+
+        known: dict[tuple[int, str], Tensor] = {}
+
+        def states(layer: int, position: str) -> "Tensor":
+            if (key := (layer, position)) not in known:
+                known[key] = torch.cat([run.residuals(layer, position) for run in self.runs])
+            return known[key]
+
+        return states
+
+    def _changed(self, conversation: Conversation, context: "ChatContext") -> list[Any]:
+        """What a conversation's donor has, where it is put."""
+        about = conversation.metadata[EXCHANGED]
+        change, row = self._changes[about["place"], about["layer"]], about["row"]
+
+        def of_donor() -> "ChatContext":
+            return self.chat.context(list(self._messages[row]))
+
+        donor = Given(of_donor, lambda layer, name: self._states(layer, name)[row])
+        assert isinstance(change, Splice | Replaced)
+        return [change.sampled(context, donor)]
+
+    # -- the recipient's own states ---------------------------------------------------------------
+
+    def units(self) -> Iterator[Unit]:
+        replaced = [cell.change for cell in self.cells() if isinstance(cell.change, Replaced)]
+        for one in self.donors.to_dict("records"):
+            row = self.rows_of_contexts.iloc[one["recipient"]]
+            ids, other = (
+                tuple(self.rows_of_contexts["token_ids"][one[name]].tolist())
+                for name in ("recipient", HIGH)
+            )
+            query = self.contexts["source"][one["recipient"]], row["dataset"]
+            if replaced:
+                cells = [(positions_of(row["positions"], x.tokens), x.layer) for x in replaced]
+                yield PutBack(*query, 2 * len(cells) * len(ids), ids, cells)
+            else:
+                yield Ceiling(*query, 2 * len(ids), (ids, other))
+
+    # -- estimated --------------------------------------------------------------------------------
+
+    def rows(self) -> pd.DataFrame:
+        self._own = len(self.measure_units(self.units(), "putting in own states"))
+        judge, (run,) = self.judge_arms(), self.sampled.values()
+        turns = verdicts_of([run], judge).turns
+        turns = turns[turns["temperature"] == self.args.temperature]
+        parts = parts_of(turns, self.args.category)
+        shares = parts.groupby(turns["context_id"].astype(object)).mean()
+        about = pd.DataFrame([json.loads(text)[EXCHANGED] for text in run.contexts["metadata"]])
+        about = about.join(shares.reindex(run.contexts["context_id"]).reset_index(drop=True))
+        index = ["recipient", "place", "layer"]
+
+        def pivot(values: str) -> pd.DataFrame:
+            table = about.pivot_table(index=index, columns="arm", values=values, sort=False)
+            return table.reindex(columns=list(ARMS))
+
+        table = pivot("share").dropna()
+        for part in (IN_ROLE, ONCE_IN_ROLE):
+            table = table.join(pivot(part).add_prefix(f"{part} "))
+        table = table.reset_index()
+        of = self.contexts
+        donors = self.donors.set_index("recipient").loc[table["recipient"]]
+        for arm in ARMS:
+            table[f"own {arm}"] = of[SCORING].to_numpy()[donors[arm]]
+            table[f"donor {arm}"] = of["context_id"].to_numpy()[donors[arm]]
+            table[f"query {arm}"] = of["source"].to_numpy()[donors[arm]]
+        for name in ("dataset", "source", "context_id"):
+            table[name] = of[name].to_numpy()[table["recipient"]]
+        table["unchanged"] = of["share"].to_numpy()[table["recipient"]]
+        return table.drop(columns="recipient").rename(columns={"place": "term"})
+
+    def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
+        """Holm-corrected over cells, by quantity and dataset, the control apart."""
+
+        def family(row: TidyEstimate) -> tuple:
+            return row.quantity, row.names["dataset"], row.names.get("term") == FIRST
+
+        found = (
+            replace(row, names=row.names | {"layer": None}) if row.names.get("layer") == -1 else row
+            for row in estimates(rows, self.options)
+        )
+        return holm_corrected(found, family)
+
+    # -- shown ------------------------------------------------------------------------------------
+
+    def tables(self, found: pd.DataFrame) -> list[Table]:
+        title = f"{self.measured} under parts of donors, T = {self.args.temperature:g}"
+        columns: dict[str, tuple[str, int | str]] = {
+            MOVED: ("high minus low", "+.2f"),
+            **{quantity: (part, "+.2f") for part, quantity in MOVED_PARTS.items()},
+            BEYOND: ("beyond the first token", "+.2f"),
+            RATIO: ("of the donors' difference", AS_SHARE),
+            EQUAL: ("equal donors", "+.2f"),
+            UNDER[HIGH]: ("under high", 2),
+            UNDER[LOW]: ("under low", 2),
+        }
+        whole: dict[str, tuple[str, int | str]] = {
+            UNCHANGED: ("recipients, unchanged", 2),
+            DONORS: ("high minus low donors", "+.2f"),
+        }
+        return [
+            *tables_of(
+                title,
+                found,
+                columns,
+                detectable=MOVED,
+                most=1.0,
+                index=("dataset", "term", *["layer"] * bool(found["layer"].notna().any())),
+                rows="recipients",
+                legend="Paired by recipient, intervals over recipients' and donors' queries; p: "
+                "Holm-corrected over lines, without the first "
+                "token. In role: the same of turns that stay in the user's role; once in role: of "
+                "the share among these. Of the donors' difference: 1 if the share travels with "
+                "what is put in. Beyond "
+                "the first token: minus the same difference under the donors' first tokens alone.",
+            ),
+            *tables_of(
+                "what there is to move",
+                found,
+                whole,
+                index=("dataset",),
+                rows="recipients",
+                legend="Donors: in the half of their turns that didn't choose them. The whole "
+                "context moves so much.",
+            ),
+        ]
+
+    def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
+        title = f"{self.runs[0].model['name']} · {self.measured}"
+        return {
+            "cells": drawing(
+                title,
+                "under the high donor minus under the low one",
+                all_datasets(only(found, MOVED)),
+            )
+        }
+
+    def conclude(self, found: pd.DataFrame) -> Conclusion:
+        level, whole = self.args.level, all_datasets(found)
+        moved, equal = only(whole, MOVED), only(whole, EQUAL)
+        first, moved = moved[moved["term"] == FIRST], moved[moved["term"] != FIRST]
+        shown = moved[moved["p_holm"] <= 1 - level]
+        apart = self.tested("the donors' own shares differ by", only(whole, DONORS), most=1)
+        thing = "state" if moved["layer"].notna().all() else "site"
+        if len(shown):
+            parts = {
+                ", {} of the donors' difference": (RATIO, AS_SHARE),
+                ", beyond the first token {}": (BEYOND, "+.2f"),
+                **{f", {part} {{}}": (name, "+.2f") for part, name in MOVED_PARTS.items()},
+            }
+            said = []
+            for _, row in shown.iterrows():
+                of_state = pd.notna(row["layer"])
+                at = f" after layer {row['layer']}" if of_state else ""
+                said.append(f"{row['term']}{at} {cell_of(row, '+.2f')}")
+                for words, (quantity, digits) in parts.items():
+                    cells = only(whole, quantity, term=row["term"])
+                    cells = cells[cells["layer"] == row["layer"]] if of_state else cells
+                    if len(cells):
+                        said[-1] += words.format(cell_of(cells.iloc[0], digits))
+            sentence = f"A {thing} moves {self.measured} at {len(said)} of {len(moved)} cells: "
+            sentence += f"{'; '.join(said)}. {apart}"
+        else:
+            low, high = moved["detectable"].min(), moved["detectable"].max()
+            could = could_show(low, most=1)
+            if len(moved) > 1 and high < 1:
+                could = f"with 80% power {low:.2f} to {high:.2f} would have been shown, uncorrected"
+            cells = f"{len(moved)} cell{'s' * (len(moved) > 1)}"
+            sentence = f"No {thing} is shown to move {self.measured} ({cells})"
+            sentence += f"{could and '; '}{could}. {apart}"
+        false = int((equal["p_holm"] <= 1 - level).sum())
+        control = (
+            f"Two donors of equal share differ at {false} of {len(equal)} cells (largest "
+            f"{equal['value'].abs().max():.2f}). "
+        )
+        if thing == "state":
+            control += f"The recipient's own states change no bit in any of {self._own} cells. "
+        else:
+            control += f"Of {self._own} pairs a hybrid of everything equals the donor. "
+        if len(first):
+            alone = cell_of(first.iloc[0], "+.2f")
+            control += f"Under the donors' first tokens alone the share differs by {alone}. "
+        return Conclusion(sentence, f"{control}{self.gate.short}.")
+
+
+# -- first tokens ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Masses(Unit):
+    """A recipient under states of its donors.
+
+    Attributes:
+        contexts: token ids of the recipient, then of the donors.
+        cells: term and layer of each, and its tokens in each context.
+        openings: ids of first tokens, and what share of the turns that each opens are follow-ups.
+        temperature: of the distribution.
+    """
+
+    contexts: list[tuple[int, ...]]
+    cells: list[tuple[str, int, list[tuple[int, ...]]]]
+    openings: tuple[list[int], list[float]]
+    temperature: float
+
+    def rows(self, model: Model) -> pd.DataFrame:
+        """A row per cell: the mass under each donor's states, of each donor, and unchanged."""
+        import torch
+
+        from ia_mech.engine.intervene import Replace
+        from ia_mech.engine.state import Prefix, prefill_all
+
+        def masses(prefixes: list[Prefix]) -> tuple[np.ndarray, Any, list[int]]:
+            groups, order = prefill_all(model.subject.model, prefixes, model.on_tokens)
+            logits = torch.cat([one.logits.cpu() for one in groups])
+            ids, share = (np.array(one) for one in self.openings)
+            shares = [np.tile(share, (len(logits), 1))]
+            found = first_token_masses(logits, [self.temperature], [], ids, shares)[2][:, 0]
+            return found[np.argsort(order)], groups, order
+
+        places = [
+            sorted({at for *_, each in self.cells for at in each[k]})
+            for k in range(len(self.contexts))
+        ]
+        with torch.inference_mode():
+            plain = [Prefix(ids, at) for ids, at in zip(self.contexts, places, strict=True)]
+            own, groups, order = masses(plain)
+            kept = torch.cat([one.residuals for one in groups if one.residuals is not None])
+            states = {number: kept[at] for at, number in enumerate(order)}
+            under, donors = [], range(1, len(self.contexts))
+            for _, layer, each in self.cells:  # one cell's contexts are held at a time
+                at = [[places[k].index(one) for one in each[k]] for k in range(len(each))]
+                put = (Replace(layer, each[0], states[k][layer, at[k]]) for k in donors)
+                under.append(masses([Prefix(self.contexts[0], (), (one,)) for one in put])[0])
+        found = pd.DataFrame(under, columns=list(ARMS))
+        found[["term", "layer"]] = [cell[:2] for cell in self.cells]
+        values = {f"own {arm}": one for arm, one in zip(ARMS, own[1:], strict=True)}
+        return found.assign(unchanged=own[0], **values)
+
+
+class FirstTokens(FollowUps):
+    """How far the probability of opening a follow-up moves with a part of a donor."""
+
+    flags = ("temperature",)
+
+    @property
+    def measured(self) -> str:
+        return "the probability that the first token opens a follow-up"
+
+    def read(self) -> None:
+        super().read()
+        for run in self.runs:
+            check_logits(run)
+        self.openings = openings_of(with_token_scores(self.verdicts.turns, self.runs))
+
+    def arms(self) -> Mapping[str, Arm]:
+        return {}
+
+    def units(self) -> Iterator[Unit]:
+        yield from super().units()
+        yield from self.masses()
+
+    def masses(self) -> Iterator[Masses]:
+        cells = [(cell, cell.change) for cell in self.cells()]
+        for one in self.donors.to_dict("records"):
+            rows = [self.rows_of_contexts.iloc[one[name]] for name in ("recipient", *ARMS)]
+            contexts = [tuple(row["token_ids"].tolist()) for row in rows]
+            query = self.contexts["source"][one["recipient"]], rows[0]["dataset"]
+            share = self.openings.of_others([query[0]])[0][0]
+            places = [
+                (cell.term, cell.layer, [positions_of(r["positions"], x.tokens) for r in rows])
+                for cell, x in cells
+                if isinstance(x, Replaced)
+            ]
+            tokens = sum(map(len, contexts)) + len(ARMS) * len(places) * len(contexts[0])
+            openings = self.openings.ids.tolist(), share.tolist()
+            yield Masses(*query, tokens, contexts, places, openings, self.args.temperature)
+
+    def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
+        """Nothing is beyond the first token."""
+        return [row for row in super().estimate(rows) if row.quantity != BEYOND]
+
+    def rows(self) -> pd.DataFrame:
+        self._own = len(self.measure_units(super().units(), "putting in own states"))
+        table = self.measure_units(self.masses(), "first tokens under states")
+        sources = self.contexts["source"].to_numpy()
+        donors = self.donors.assign(source=sources[self.donors["recipient"]])
+        named = donors[[*ARMS]].map(lambda at: sources[at]).add_prefix("query ")
+        return table.merge(pd.concat([donors["source"], named], axis=1), on="source")

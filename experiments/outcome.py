@@ -1,0 +1,470 @@
+"""What an experiment measures of the turn.
+
+- *Bits*: turns are scored after several contexts; the scores tell which one a turn followed. They
+  are of the first token, of the later ones, or of all; the turns exist, or are written anew.
+- *Follow-ups*: how often a judge calls turns follow-ups, and the two parts of that rate: how many
+  turns stay in the user's role, and how many of these are follow-ups.
+
+What is measured after a change (:mod:`experiments.change`) is measured in the same way after the
+recipient's own context, and after the donor's. To add an outcome, write what a unit's ``rows`` are
+and what they amount to for a query.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from experiments.change import OWN, RESPONSES, WHOLE_SITES, Cell, Ids, Mask, Pairs, Passes, Replaced
+from experiments.experiment import Model, Unit
+from ia_mech.cli import shell_word
+from ia_mech.errors import UserError
+from ia_mech.judge.decoys import SIBLING
+from ia_mech.judge.rubric import ASSESSED, OUT_OF_ROLE
+from ia_mech.likelihood.carried import CANDIDATES, QueryBits, bits_by_query
+from ia_mech.likelihood.reaction import by_query
+from ia_mech.rates.gate import VERDICTS
+from ia_mech.rates.load import JudgedTurns
+from ia_mech.run.queries import Query
+
+if TYPE_CHECKING:
+    from ia_mech.engine.score import Turn
+    from ia_mech.engine.state import Prefilled
+
+LEAST_QUERIES = 3  # a scale is fitted on other queries, and a penalty chosen on others again
+TOKENS = 24  # of a turn: nearly all of the bits come before (docs/locate.md)
+SCORES = [f"score_{number}" for number in range(CANDIDATES)]
+FIRST_SCORES = [f"first_{number}" for number in range(CANDIDATES)]  # of the first token alone
+OWN_SCORES = [f"own_{name}" for name in SCORES]  # after own contexts
+OWN_FIRST_SCORES = [f"own_{name}" for name in FIRST_SCORES]
+WRITTEN_AFTER = "written: "  # how cells are called after which turns are written
+# By temperature (None: all sampled turns), and by term and layer.
+BitsByCell = dict[float | None, dict[tuple[str, int], QueryBits]]
+
+# -- bits: turns scored after each response --------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SiblingTurns(Unit):
+    """Turns that are scored after each of the contexts of a query.
+
+    Attributes:
+        arm: whose turns they are.
+        contexts: token ids with each of the K responses, and the open header.
+        turns: token ids and temperature of each turn.
+    """
+
+    arm: str
+    contexts: tuple[Ids, ...]
+    turns: tuple[tuple[Ids, float], ...]
+
+    def rows(self, model: Model) -> pd.DataFrame:
+        """One row per turn, in the unit's order, log-probabilities in nats.
+
+        ``own`` ``[K · tokens]``: of each token, turn-end included, after each response, at the
+        turn's own temperature (at T = 1 for greedy turns); ``reader`` ``[K]``: of the whole turn at
+        T = 1.
+        """
+        from ia_mech.likelihood.scorer import after_each
+
+        temperatures = sorted({t for _, t in self.turns} - {0.0, 1.0})
+        score = partial(model.score, temperatures=temperatures)
+        rows = []
+        scores = after_each(score, self.contexts, [ids for ids, _ in self.turns])
+        for each, (_, temperature) in zip(scores, self.turns, strict=True):
+            raw = np.stack([one.logprobs_raw for one in each]).astype(np.float64)
+            own = raw
+            if temperature in temperatures:
+                which = temperatures.index(temperature)
+                own = np.stack([one.logprobs_tempered[which] for one in each]).astype(np.float64)
+            rows.append({"own": own.ravel(), "reader": raw.sum(1)})
+        return pd.DataFrame(rows).assign(arm=self.arm)
+
+
+def unit_of(arm: str, query: Query, turns: Iterable[tuple[Ids, float]]) -> SiblingTurns:
+    """Turns, to be scored after each context of a query."""
+    contexts, pairs = tuple(query.token_ids), tuple(turns)
+    tokens = sum(map(len, contexts)) + len(contexts) * sum(len(ids) for ids, _ in pairs)
+    return SiblingTurns(query.source, query.dataset, tokens, arm, contexts, pairs)
+
+
+def turns_of(query: Query) -> list[tuple[Ids, float]]:
+    """Token ids and temperature of a query's turns."""
+    ids = (tuple(one.tolist()) for one in query.turns["token_ids"])
+    return list(zip(ids, query.turns["temperature"].astype(float), strict=True))
+
+
+def mean_by_query(turns: pd.DataFrame, values: Any, responses: int) -> pd.Series:
+    """Values of turns → their mean by query, each of its responses weighing the same."""
+    names, found = by_query(values, turns["followed"], turns["source"], responses)
+    return pd.Series(found, index=names)
+
+
+# -- bits: what is carried by a change -------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SiblingContexts(Unit):
+    """Four responses to a query, turns after each, and what is changed.
+
+    Attributes:
+        contexts: token ids of each, with its open header.
+        starts, stops: where the response begins and ends in each.
+        places: named tokens after the response, counted from where it ends.
+        context_ids: the name of each.
+        turns: of each, the response that it followed, temperature, sample, and its first tokens.
+        recipients: the responses that are recipients; maps use the first one alone.
+        cells: what is changed.
+        mapped: the temperature of the turns in maps.
+        seed: of what is drawn, and of the noise of turns that are written.
+    """
+
+    contexts: list[Ids]
+    starts: list[int]
+    stops: list[int]
+    places: dict[str, int]
+    context_ids: list[str]
+    turns: list[tuple[int, float, int, Ids]]
+    recipients: list[int]
+    cells: list[Cell]
+    mapped: float
+    seed: int = 0
+
+    @property
+    def after(self) -> Ids:
+        """The tokens after the response, the same in all contexts."""
+        return self.contexts[0][self.stops[0] :]
+
+    def edges(self, number: int) -> list[int]:
+        """Where the parts of a context begin, and where the last one ends."""
+        start, stop = self.starts[number], self.stops[number]
+        return [0, start, stop, stop + self.places["header_0"], len(self.contexts[number])]
+
+    def pairs(self, every: bool) -> Pairs:
+        """Recipients, each with its candidates."""
+        those = self.recipients if every else self.recipients[:1]
+        numbers = range(len(self.contexts))
+        return [(d, j) for d in those for j in numbers if j != d]
+
+    def rows(self, model: Model) -> pd.DataFrame:
+        """A row per cell, recipient and turn, with the scores after the three candidates in nats:
+        of the turn (:data:`SCORES`) and of its first token (:data:`FIRST_SCORES`).
+
+        Raises:
+            UserError: a hybrid of everything isn't its donor.
+        """
+        of = Passes(model.subject.model, self, model.on_tokens)
+        found = [row for cell in self.cells if not cell.written for row in _scored(of, cell)]
+        if written := [cell for cell in self.cells if cell.written]:
+            found += _written(of, written, model)
+        return pd.DataFrame(found)
+
+
+def _scored(of: Passes, cell: Cell) -> Iterator[dict[str, Any]]:
+    """The turns of candidates after the contexts of a cell; none where it changes nothing."""
+    unit, pairs = of.unit, of.unit.pairs(cell.every)
+    laid = cell.change.laid(of, pairs)
+    if laid is None:
+        return
+    turns = [
+        (d, turn)
+        for d in dict.fromkeys(d for d, _ in pairs)
+        for turn in unit.turns
+        if turn[0] != d and (cell.every or turn[1:3] == (unit.mapped, 0))
+    ]
+    before = unit.after if laid.anew else ()
+    wanted = [
+        laid.turn(n, (*before, *turn[3]))
+        for own, turn in turns
+        for n, (d, _) in enumerate(pairs)
+        if d == own
+    ]
+    scores = _nats(of, laid.groups, wanted, len(before))
+    for (d, turn), each in zip(turns, scores, strict=True):
+        yield _row(unit, cell, d, turn, each)
+
+
+def _written(of: Passes, cells: Sequence[Cell], model: Model) -> Iterator[dict[str, Any]]:
+    """Turns that the model writes after the contexts of cells, scored after the candidates' own."""
+    from ia_mech.engine.decode import Row, decode
+    from ia_mech.engine.sampling import stream_key
+    from ia_mech.engine.score import Turn
+
+    unit, pairs = of.unit, of.unit.pairs(False)
+    stream = stream_key(unit.seed, unit.source, 0)
+    groups: list[Prefilled] = []
+    rows: list[tuple[Cell, int, Row]] = []
+    for cell in cells:
+        laid, first = cell.change.laid(of, pairs), sum(len(one.logits) for one in groups)
+        assert laid is not None
+        groups += laid.groups
+        for n, (_, j) in enumerate(pairs):
+            for temperature in dict.fromkeys((0.0, unit.mapped)):
+                context = first + laid.turn(n, ()).context
+                rows.append((cell, j, Row(context, temperature, stream)))
+    what = [row for *_, row in rows], model.chat.stop_ids, TOKENS
+    decoded = decode(of.model, groups, *what)
+    of.on_tokens(sum(len(one.token_ids) for one in decoded))
+    turns = [tuple(one.token_ids.tolist()) for one in decoded]
+    scores = _nats(of, [of.whole], [Turn(j, ids) for ids in turns for _, j in pairs], 0)
+    for (cell, j, row), ids, each in zip(rows, turns, scores, strict=True):
+        yield _row(unit, cell, pairs[0][0], (j, row.temperature, 0, ids), each)
+
+
+def _nats(
+    of: Passes, groups: "Sequence[Prefilled]", turns: "Sequence[Turn]", skip: int
+) -> np.ndarray:
+    """``[turns / 3, 3, 2]`` log-likelihoods behind ``skip`` tokens: of all, of the first."""
+    from ia_mech.engine.score import score
+
+    unique = {turn: at for at, turn in enumerate(dict.fromkeys(turns))}
+    found = score(of.model, groups, list(unique), on_tokens=of.on_tokens)
+    each = (one.logprobs_raw[skip:].astype(float) for one in found)
+    sums = np.array([(one.sum(), one[:1].sum()) for one in each])
+    return sums[[unique[turn] for turn in turns]].reshape(-1, CANDIDATES, 2)
+
+
+def _row(
+    unit: SiblingContexts, cell: Cell, recipient: int, turn: tuple, scores: np.ndarray
+) -> dict[str, Any]:
+    followed, temperature, sample, _ = turn
+    whole, first = scores.T.tolist()
+    return {
+        "site": cell.term,
+        "layer": cell.layer,
+        "recipient": recipient,
+        "followed": followed,
+        "temperature": temperature,
+        "sample": sample,
+        "own": followed - (followed > recipient),
+        "context_id": unit.context_ids[followed],
+        **dict(zip(SCORES, whole, strict=True)),
+        **dict(zip(FIRST_SCORES, first, strict=True)),
+    }
+
+
+def tokens_scored(
+    cells: Sequence[Cell], turns: int, recipients: int, after: int, responses: int = 0
+) -> int:
+    """About how many tokens are scored or written for a query.
+
+    Args:
+        cells: what is changed.
+        turns: of the four responses together.
+        recipients: how many.
+        after: tokens between a response and its turn.
+        responses: tokens of the four together, which masks compute anew.
+    """
+    each, found = turns * CANDIDATES // RESPONSES * CANDIDATES, 0  # of a recipient
+    for cell in cells:
+        if cell.written:
+            found += RESPONSES * 2 * CANDIDATES * TOKENS
+        elif cell.every:
+            anew = after * isinstance(cell.change, Replaced)
+            found += each * min(recipients, 2 if cell.term == OWN else recipients) * (TOKENS + anew)
+        else:
+            found += CANDIDATES**2 * (TOKENS + after)
+        if isinstance(cell.change, Mask):
+            found += responses
+    return found
+
+
+def siblings_of(
+    query: Query,
+    chat: Any,
+    cells: Sequence[Cell],
+    recipients: int,
+    temperatures: Sequence[float],
+    seed: int,
+) -> SiblingContexts | None:
+    """The first four different responses to a query, with a turn after each; None if it lacks them,
+    or what follows the response isn't the same in all.
+
+    Args:
+        chat: the model's chat format.
+        cells: what is changed.
+        recipients: how many of the responses, which are drawn.
+        temperatures: of the run.
+        seed: of what is drawn.
+    """
+    from ia_mech.engine.sampling import stream_key
+
+    texts = query.responses
+    chosen = [k for k, text in enumerate(texts) if texts.index(text) == k][:RESPONSES]
+    placed = [found for k in chosen if (found := placed_in(chat, query.dialogues[k]))]
+    if len(placed) < RESPONSES or not set(chosen) <= set(query.turns["followed"]):
+        return None
+    contexts = [query.token_ids[k] for k in chosen]
+    starts, stops, places = (list(each) for each in zip(*placed, strict=True))
+    if len({ids[stop:] for ids, stop in zip(contexts, stops, strict=True)}) > 1:
+        return None
+    turns = [
+        (chosen.index(followed), float(t), int(sample), tuple(ids[:TOKENS].tolist()))
+        for followed, t, sample, ids in query.turns[
+            ["followed", "temperature", "sample", "token_ids"]
+        ].itertuples(index=False)
+        if followed in chosen and sample == 0
+    ]
+    rng = np.random.default_rng(list(stream_key(seed, query.source, 0)))
+    drawn = rng.permutation(RESPONSES)[:recipients].tolist()
+    mapped = min((t for t in temperatures if t > 0), default=0.0)
+    names = query.contexts["context_id"].iloc[chosen].tolist()
+    unit = SiblingContexts(
+        query.source, query.dataset, 0, contexts, starts, stops, places[0], names, turns, drawn,
+        list(cells), mapped, seed,
+    )  # fmt: skip
+    responses = sum(stop - start for start, stop in zip(starts, stops, strict=True))
+    size = len(turns), recipients, len(unit.after), responses
+    return replace(unit, tokens=tokens_scored(cells, *size))
+
+
+def placed_in(chat: Any, messages: list[dict]) -> tuple[int, int, dict[str, int]] | None:
+    """Where the response of a dialogue begins and ends, and named tokens after it, counted from
+    there; None of an empty response."""
+    found = chat.context(messages)
+    last = found.positions["header_last"]
+    if not found.response or last is None:
+        return None
+    stop = found.response.stop
+    places = {n: at - stop for n, at in found.positions.items() if at is not None and at >= stop}
+    return found.response.start, stop, places | {"header_0": last + 1 - len(chat.header_ids) - stop}
+
+
+def with_own_scores(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows with the scores of their turns after the candidates' own contexts, too.
+
+    Turns that were written after hybrids have no others.
+    """
+    keys = ["source", "recipient", "followed", "temperature", "sample"]
+    names = [*SCORES, *FIRST_SCORES]
+    own = rows.loc[rows["site"] == OWN, [*keys, *names]]
+    own = own.rename(columns={name: f"own_{name}" for name in names})
+    found = rows.merge(own, on=keys, how="left")
+    written = found["site"].str.startswith(WRITTEN_AFTER)
+    found.loc[written, own.columns[len(keys) :]] = found.loc[written, names].to_numpy()
+    return found
+
+
+def of_first_tokens(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows of :func:`with_own_scores` with the scores of first tokens in place of whole turns'."""
+    first = dict(zip((*FIRST_SCORES, *OWN_FIRST_SCORES), (*SCORES, *OWN_SCORES), strict=True))
+    return rows.drop(columns=list(first.values())).rename(columns=first)
+
+
+def of_later_tokens(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows with the scores of all tokens but the first, which the last header state alone
+    decides."""
+    pairs = zip((*SCORES, *OWN_SCORES), (*FIRST_SCORES, *OWN_FIRST_SCORES), strict=True)
+    return rows.assign(**{whole: rows[whole] - rows[first] for whole, first in pairs})
+
+
+def query_bits_of(rows: pd.DataFrame, seed: int) -> QueryBits | None:
+    """What the rows of one site tell; None if fewer than two queries have turns of all candidates.
+    ``rows`` are those of :func:`with_own_scores`."""
+    rows = balanced_queries(rows)
+    if rows["source"].nunique() < 2:
+        return None
+    each = rows[SCORES].to_numpy(), rows["own"].to_numpy(), rows["source"]
+    return bits_by_query(*each, rows[OWN_SCORES].to_numpy(), seed=seed)
+
+
+def balanced_queries(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of queries that have turns of all candidates."""
+    return rows[rows.groupby("source")["own"].transform("nunique") == CANDIDATES]
+
+
+def bits_by_cell(rows: pd.DataFrame, seed: int) -> BitsByCell:
+    """What cells tell, by temperature (None: all sampled turns, of whole sites).
+
+    ``rows`` are those of :func:`with_own_scores`.
+    """
+    found: BitsByCell = {}
+    for t in [*sorted(set(rows["temperature"])), None]:
+        here = rows[rows["temperature"] > 0 if t is None else rows["temperature"] == t]
+        here = here[here["site"].isin([OWN, *WHOLE_SITES])] if t is None else here
+        found[t] = {
+            key: bits
+            for key, cell in here.groupby(["site", "layer"], sort=False)
+            if (bits := query_bits_of(cell, seed)) is not None
+        }
+    return found
+
+
+# -- follow-ups ------------------------------------------------------------------------------------
+
+IN_ROLE, ONCE_IN_ROLE = "in role", "once in role"
+CHOOSING, SCORING = "choosing", "scoring"  # shares of turns with even and odd sample numbers
+RATE, SIBLINGS, EXCESS = "follow-ups", "follow-ups after siblings", "excess over siblings"
+OF_QUERIES = {RATE: (0.0, 1.0), SIBLINGS: (0.0, 1.0), EXCESS: (-1.0, 1.0)}  # and their bounds
+
+
+def with_category(turns: pd.DataFrame, category: str) -> pd.Series:
+    """1 for turns of a category, 0 for others, NaN without a verdict."""
+    found = turns["category"].astype(object)
+    return (found == category).astype(float).where(found.isin(ASSESSED))
+
+
+def parts_of(turns: pd.DataFrame, category: str) -> pd.DataFrame:
+    """Of turns, 1 or 0: whether they are of the category, stay in the user's role, and are of the
+    category once they do (NaN of turns out of role)."""
+    whole, told = with_category(turns, category), turns["category"].astype(object)
+    inside = (~told.isin(OUT_OF_ROLE)).astype(float).where(told.isin(ASSESSED))
+    return pd.DataFrame({"share": whole, IN_ROLE: inside, ONCE_IN_ROLE: whole.where(inside.eq(1))})
+
+
+def shares_of(turns: pd.DataFrame, category: str, temperature: float) -> pd.DataFrame:
+    """The shares of contexts, measured in each half of their turns.
+
+    Args:
+        turns: of :class:`ia_mech.rates.load.JudgedTurns`.
+        category: whose share it is.
+        temperature: of the turns that count.
+
+    Returns:
+        A row per context, indexed from 0: ``dataset``, ``source``, ``context_id``, ``unfinished``,
+        ``greedy`` (1 if the greedy turn is of it), :data:`CHOOSING`, :data:`SCORING`, and
+        ``share`` of both halves; NaN where nothing was judged.
+    """
+    keys = ["dataset", "source", "context_id", "unfinished"]
+    rows = turns[[*keys, "temperature", "sample"]].astype(dict.fromkeys(keys[:3], object))
+    rows = rows.assign(value=with_category(turns, category))
+    drawn = rows[rows["temperature"] == temperature]
+    halves = {
+        "greedy": rows[rows["temperature"] == 0],
+        CHOOSING: drawn[drawn["sample"] % 2 == 0],
+        SCORING: drawn[drawn["sample"] % 2 == 1],
+        "share": drawn,
+    }
+    found = {name: half.groupby(keys)["value"].mean() for name, half in halves.items()}
+    return pd.DataFrame(found).reset_index()
+
+
+def rates_by_query(judged: JudgedTurns) -> pd.DataFrame:
+    """Rates of turns by temperature and query, and of the same turns shown after siblings.
+
+    Args:
+        judged: with decoys.
+
+    Returns:
+        One row per temperature and source with both verdicts: ``temperature``, ``dataset``,
+        ``source``, and :data:`OF_QUERIES`, means over its turns.
+
+    Raises:
+        UserError: no turn was judged after siblings.
+    """
+    decoys = judged.decoys[judged.decoys["decoy"] == SIBLING]
+    if decoys.empty:
+        path = judged.runs[0].path
+        raise UserError(
+            f"{path} has no turns judged after siblings",
+            f"judge it again: ia-mech judge run {shell_word(path)} --replace",
+        )
+    both = decoys.dropna(subset=[*VERDICTS])
+    own, other = (both[name].astype(float) for name in VERDICTS)
+    keys = ["temperature", "dataset", "source"]
+    rows = both[keys].astype({"temperature": float, "dataset": object, "source": object})
+    rows = rows.assign(**{RATE: own, SIBLINGS: other, EXCESS: own - other})
+    return rows.groupby(keys, sort=False).mean().reset_index()
