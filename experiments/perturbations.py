@@ -256,7 +256,7 @@ class Perturbations(Experiment):
         used = pd.MultiIndex.from_frame(self.base[["run", "context_id"]])
         before = pd.MultiIndex.from_frame(turns[["run", "context_id"]].astype(object)).isin(used)
         turns = turns[(turns["run"] == str(run.path)) | (before & alike)].reset_index(drop=True)
-        keys = ["source", "context_id", "temperature", "sample"]
+        keys = ["source", "context_id", "temperature", "sample", "drawn_tokens"]
         judged = verdicts_of([run], judge + ON_UNPERTURBED).turns.set_index(keys)["follow_up"]
         found = judged.reindex(pd.MultiIndex.from_frame(turns[keys])).to_numpy()
         own = turns["perturbation"] == UNPERTURBED
@@ -265,7 +265,7 @@ class Perturbations(Experiment):
         turns = turns.assign(condition=condition)
         turns[FITS_ORIGINAL] = np.where(own, turns["follow_up"], found)
         texts = ["run", "context_id", "dataset", "source", "category"]
-        kept = [*texts, "condition", "temperature", "sample", "follow_up", FITS_ORIGINAL]
+        kept = [*texts, "condition", *keys[2:], "follow_up", FITS_ORIGINAL]
         return turns[kept].astype(dict.fromkeys(texts, object))
 
     def _note_changes(self, run: Run) -> None:

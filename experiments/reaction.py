@@ -62,6 +62,7 @@ from ia_mech.likelihood.reaction import (
 )
 from ia_mech.results import Table
 from ia_mech.run import Run
+from ia_mech.run.labels import KEY
 from ia_mech.run.queries import Query, exchange, queries_of, subsample
 
 # What an estimate is of: the runs' responses, those that are finished, or the control.
@@ -370,8 +371,8 @@ class Reaction(Experiment):
                     yield QueryValues(quantity, values, {"term": term}, least=0, most=most)
 
     def data(self, rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
-        columns = ["context_id", "dataset", "source_id", "temperature", "sample", "text"]
-        columns += ["followed", "finish_reason", "complete", "reaction_bits", "evidence"]
+        columns = [*KEY, "dataset", "source_id", "text", "followed"]
+        columns += ["finish_reason", "complete", "reaction_bits", "evidence"]
         columns += ["identified", "readable_bits", "bits_by_token"]
         complete = ~self.turns["response_unfinished"].astype(bool)
         return {"turns": self.turns.assign(complete=complete)[columns]}

@@ -48,7 +48,8 @@ class Count(Experiment):
     def check(self) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                "experiments.experiment.verdicts_of", lambda *_: SimpleNamespace(gate=GATE)
+                "experiments.experiment.verdicts_of",
+                lambda *_: SimpleNamespace(gate=GATE, record={}),
             )
             super().check()
 

@@ -129,7 +129,7 @@ def test_a_share_travels_with_the_state_that_decides_it_and_with_no_other(used, 
     mood = used.residuals(BLOCK, "turn_end")[:, 3] > used.residuals(BLOCK, "turn_end")[:, 4]
     has = [messages[-1]["content"][0] == MOODS[0] for messages in used.contexts["messages"]]
     assert mood.tolist() == has  # it can be read at the turn's end, and isn't used there
-    words = (used.path, "--samples", "8", "--layers", "2", "3")
+    words = (used.path, "--samples", "8", "--layers", "2", "3", "--full")
     outcome = command(*words)
     assert outcome.status == 0, outcome.err
     found = pd.read_parquet(tmp_path / "out" / "estimates.parquet")

@@ -230,7 +230,7 @@ def test_the_command_holds_what_a_half_learned_against_the_other_half(run, tmp_p
     planned = call(main, [*words, "--dry-run"], capfd)
     assert planned.status == 0 and "6 units of" in planned.out and not out.exists()
     assert "16 conversations under each of 4 vectors, a greedy turn after each" in planned.out
-    outcome = call(main, words, capfd)
+    outcome = call(main, [*words, "--full"], capfd)
     assert outcome.status == 0, outcome.err
     _, sentence, control = outcome.out.splitlines()[:3]  # the first: too few queries
     assert (

@@ -88,7 +88,7 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
                     json.dumps({"metadata": {}, "weight_map": {"a": "model-1.safetensors"}})
                 )
             ),
-            r"No such file .*/model-1.safetensors\); .* a complete local directory",
+            "lacks 1 of 1 files of weights, such as model-1.safetensors; copy or download",
         ),
         (
             lambda f: (f / "config.json").write_text(

@@ -15,7 +15,7 @@ from runs import sampled
 from shell import call, files, refusal, worked
 from test_report import no_tokenizer, unpacked
 
-from experiments import changes
+from experiments import change as changes
 from experiments.change import (
     GENERIC_QUESTIONS,
     REACH,

@@ -69,7 +69,7 @@ def test_it_finds_what_was_planted_and_keeps_it(run, planted, capfd, monkeypatch
 
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", never)
     planted.lens.save(planted.weights_hash)
-    said = probe([run], capfd)
+    said = probe([run, "--full"], capfd)
     assert said.status == 0, said.err
     assert said.err.splitlines()[-1] == f"wrote {run}/results/probe-rate-planted"
     folder = run / "results" / "probe-rate-planted"

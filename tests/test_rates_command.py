@@ -26,7 +26,7 @@ from ia_mech.run import Run
 from ia_mech.settings import Settings
 
 CAVEAT = "A heuristic, 0.9 of the time right"
-ABOVE = "Temperatures with * are above the built-in judge's fit (T ≤ 0.7)."
+ABOVE = "*: above the built-in judge's fit (T ≤ 0.7)."
 RULES = {"identity": {"kind": "builtin"}, "caveat": CAVEAT}
 
 
@@ -100,7 +100,10 @@ def refused(outcome: Outcome, *words: str) -> None:
 
 
 def test_a_field_of_the_data_tells_rates_apart(run, rates):
-    refused(rates(run.path, "--by", "shade"), "has no field 'shade'; choose from: dataset, topic.")
+    refused(
+        rates(run.path, "--by", "shade"),
+        "has no field 'shade'; choose from: dataset, topic, title.",
+    )
     same = [estimates(read_runs([run], by=by)) for by in (None, "dataset")]
     pd.testing.assert_frame_equal(*same)
     ids = run.contexts["context_id"]

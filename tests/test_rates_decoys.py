@@ -103,7 +103,7 @@ def test_sentence_and_control_follow_the_gate(run):
     assert "conversation from a wrong one (gate passed; excess +0.9" in judged.gate.short
     found = result(judged)
     assert "turns react to their own response: they are follow-ups" in found.sentence
-    assert "). Over all temperatures together, it calls 0.9" in found.control
+    assert "). Over all temperatures together, it calls " in found.control
     assert set(found.estimates["gate"]) == {"passed"}
 
 
@@ -129,7 +129,7 @@ def test_perturbed_contexts_do_not_decide():
     assert gate_of(pairs[40:], "j").verdict == "failed"
     few = gate_of(pairs[:3], "j")
     assert few.verdict == "undecided" and "excess +1.00 (4 queries)" in few.short
-    assert "it calls 3 of 3 turns follow-ups, and 0 of 3 if" in few.details[0]
+    assert "it calls 3 of the 3 turns follow-ups, and 0 of them if" in few.details[0]
     alone = gate_of(pairs.assign(decoy="sibling"), "j")
     assert alone.verdict == "no decoys" and alone.siblings.decoys == 40
 
@@ -139,7 +139,7 @@ def test_counts_of_the_control_can_be_subtracted():
     pairs = pd.DataFrame({"perturbation": "none", "decoy": "wrong_conversation"}, index=range(n))
     pairs = pairs.assign(source=range(n), shown_source=np.roll(range(n), 1))
     pairs = pairs.assign(own_follow_up=pairs.index < 3, follow_up=pairs.index == 5)
-    said = gate_of(pairs.astype({"own_follow_up": float, "follow_up": float}), "j").sentence
+    said = gate_of(pairs.astype({"own_follow_up": float, "follow_up": float}), "j").details[0]
     assert "calls 3 of the 216 turns follow-ups, and 1 of them if it sees them after" in said
 
 

@@ -1,5 +1,7 @@
 """The star behind temperatures above those that the built-in judge was fitted on."""
 
+from dataclasses import replace
+
 import pandas as pd
 from matplotlib.figure import Figure
 
@@ -20,9 +22,11 @@ def test_sentences_tables_and_figures_mark_temperatures_above_the_fit_once():
         found = marked(result, {"identity": {"kind": "builtin"}})
         assert found.sentence == "It is 1 at T = 0.7 and 2 at T = 1*. So it is."
         assert found.tables[0].rows[1:] == [["0.7", "2"], ["1*", "T = 1*, opened"]]
-        assert found.control == f"None. {FOOTNOTE}"
+        assert found.tables[0].legend == FOOTNOTE and found.control == "None."
         assert axes.get_title() == "turns at T = 1*"
         assert [one.get_text() for one in axes.get_yticklabels()] == ["T = 0.7", "T = 1.3*"]
         assert starred(found.sentence, 0.7) == found.sentence
         assert sentences_of(found.sentence)[1:] == ["So it is."]
     assert marked(result, {"identity": {"kind": "llm"}}) is result
+    untold = marked(replace(result, tables=[]), {"identity": {"kind": "builtin"}})
+    assert untold.control == f"None. {FOOTNOTE}"

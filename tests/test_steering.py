@@ -348,7 +348,7 @@ def test_a_vector_that_steers_the_turn_too_gets_a_dose_of_its_own(folder, small,
     vector = SteeringVector(ADD, 2, places, direction, 9.0, "tiny", model["weights_hash"])
     vector.save(tmp_path / "v.safetensors")
     words = [str(folder), "--vector", str(tmp_path / "v.safetensors"), "--queries", "4"]
-    words += ["--kl", "0.02", "--resamples", "100", "--out", str(tmp_path / "out")]
+    words += ["--kl", "0.02", "--resamples", "100", "--full", "--out", str(tmp_path / "out")]
     outcome = call(main, words, capfd)
     assert outcome.status == 0, outcome.err
     said = " ".join(outcome.out.split())

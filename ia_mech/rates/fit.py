@@ -1,7 +1,7 @@
 """Temperatures above those that the built-in judge was fitted on: a star marks them.
 
-The star stands behind the temperature in a result's sentences, tables and figures, and the control
-says once what it means.
+The star stands behind the temperature in a result's sentences, tables and figures. The legend of
+such a table says what it means.
 """
 
 import math
@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ia_mech.results import Result
+from ia_mech.results import Result, Table
 from ia_mech.run.labels import BUILT_IN
 
 FITTED_TO = 0.7  # the highest temperature of turns that it was fitted on
-FOOTNOTE = f"Temperatures with * are above the built-in judge's fit (T ≤ {FITTED_TO})."
+FOOTNOTE = f"*: above the built-in judge's fit (T ≤ {FITTED_TO})."
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 _NAMED = re.compile(r"\bT = (\d++(?:\.\d++)?+)(?!\*)")
 
@@ -40,25 +40,24 @@ def marked(result: Result, record: Mapping[str, Any]) -> Result:
     fit = highest(record)
     if fit == math.inf:
         return result
-    tables = [
-        replace(
-            table,
-            title=starred(table.title, fit),
-            rows=[
-                [_cell(head, cell, fit) for head, cell in zip(table.columns, row, strict=True)]
-                for row in table.rows
-            ],
-        )
-        for table in result.tables
-    ]
+    tables = [_marked(table, fit) for table in result.tables]
     for figure in result.figures.values():
         _mark(figure, fit)
-    sentence = starred(result.sentence, fit)
-    stars = sentence != result.sentence or tables != [*result.tables]
-    control = result.control
-    if stars and FOOTNOTE not in control:
+    sentence, control = starred(result.sentence, fit), starred(result.control, fit)
+    if sentence != result.sentence and tables == [*result.tables]:
         control = f"{control} {FOOTNOTE}".strip()
-    return replace(result, sentence=sentence, control=starred(control, fit), tables=tables)
+    return replace(result, sentence=sentence, control=control, tables=tables)
+
+
+def _marked(table: Table, fit: float) -> Table:
+    rows = [
+        [_cell(head, cell, fit) for head, cell in zip(table.columns, row, strict=True)]
+        for row in table.rows
+    ]
+    title = starred(table.title, fit)
+    if (title, rows) == (table.title, table.rows):
+        return table
+    return replace(table, title=title, rows=rows, legend=f"{table.legend} {FOOTNOTE}".strip())
 
 
 def _cell(head: str, cell: str, fit: float) -> str:

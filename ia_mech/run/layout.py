@@ -23,7 +23,7 @@ import pyarrow as pa
 from ia_mech.cli import RUN
 from ia_mech.errors import UserError
 
-FORMAT = 5
+FORMAT = 6
 CARD, MANIFESTS = "README.md", "manifests"
 PART_KINDS = ("responses", "contexts")
 TENSORS = ("residuals", "header_logits")  # folders whose files a run can be read without
