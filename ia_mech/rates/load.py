@@ -174,8 +174,6 @@ def read_runs(
     if 0 < len(without) < len(runs):
         notes.append(f"no decoys in {', '.join(without)}: these labels have no floor.")
     some = _pooled([frame for frame in decoys if len(frame)] or decoys[:1])
-    if drawn_tokens is not None:
-        notes.append(f"sampled turns are those with {drawn_tokens} drawn tokens.")
     last = by, drawn_tokens, some
     judged = JudgedTurns(pooled, judge, record, annotator, runs, notes, EVERY, *last)
     judged = restrict_responses(judged, responses)
@@ -286,9 +284,9 @@ def _turns_and_decoys(
     kept = run.drawn(turns, drawn_tokens).to_numpy()
     sampled = (turns["temperature"] > 0).to_numpy()
     if (sampled.any() or drawn_tokens) and not (kept & sampled).any():
-        which = "drawn as a whole" if drawn_tokens is None else f"with {drawn_tokens} drawn tokens"
+        which = "drawn as a whole" if drawn_tokens is None else f"with --drawn-tokens {drawn_tokens}"
         counts = " or ".join(f"--drawn-tokens {k}" for k in run.settings["drawn_tokens"])
-        raise UserError(f"{run.path} has no turns {which}", f"count others: {counts}")
+        raise UserError(f"{run.path} has no sampled turns {which}", f"count others: {counts}")
     return turns[kept].reset_index(drop=True), frame[kept[row]].reset_index(drop=True)
 
 

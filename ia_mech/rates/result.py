@@ -151,6 +151,9 @@ def _sentence(judged: JudgedTurns, of: pd.DataFrame, groups: pd.DataFrame, level
         said.append(_by_group(one_line(judged.by, 40), groups))
     conversations = conversations_text(turns["context"].nunique(), sources)
     said.append(f"These are {len(turns)} turns in {conversations}{few}.")
+    if (drawn := judged.drawn_tokens) is not None:
+        some = "token is" if drawn == 1 else f"{drawn} tokens are"
+        said.append(f"Of each sampled turn the first {some} drawn, and the rest is greedy.")
     if turns["unfinished"].any():
         said.append(f"{turns['unfinished'].mean():.0%} of them follow an unfinished response.")
     return " ".join(
