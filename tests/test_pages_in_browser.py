@@ -367,7 +367,7 @@ def test_annotations_make_the_round_trip(judged, opened, tmp_path):
     own, decoys = judged.labels.annotations("anna"), judged.labels.decoys("anna", "annotations")
     both = pd.concat([own.assign(decoy=None, shown=None), decoys])
     said = {
-        (*row[:3], row.decoy, row.shown): (row.category, row.note)
+        (*row[: len(KEY)], row.decoy, row.shown): (row.category, row.note)
         for row in both[[*KEY, "decoy", "shown", "category", "note"]].itertuples(index=False)
     }
     expected = [NAMES[0], NAMES[6], NAMES[8]] + [NAMES[2]] * (len(items) - 3)
@@ -405,7 +405,9 @@ def many(contexts: int, turns: int) -> tuple[pd.DataFrame, pd.DataFrame]:
     count = contexts * turns
     rng = np.random.default_rng(0)
     words = np.array(["a", "lens", "gathers", "the", "lamp", "light", "into", "one", "beam"])
-    said = pd.DataFrame({"context_id": np.repeat(ids, turns), "run": 0, "temperature": 1.0})
+    said = pd.DataFrame(
+        {"context_id": np.repeat(ids, turns), "run": 0, "temperature": 1.0, "drawn": 0}
+    )
     said["text"] = [" ".join(row) for row in words[rng.integers(0, len(words), (count, 30))]]
     said["logprobs_raw"] = list(-rng.random((count, 30)).astype(np.float32))
     said["logprob_raw"] = -15.0

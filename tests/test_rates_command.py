@@ -313,4 +313,6 @@ def test_turns_count_by_how_many_of_their_tokens_were_drawn(tiny_subject, tmp_pa
         rate = found[(found["quantity"] == "rate") & (found["temperature"] == 1)]
         assert set(rate["value"]) == {wanted}
     refused = refusal(call(main, [str(run.path), "--drawn-tokens", "2"], capfd))
-    assert "has no sampled turns with --drawn-tokens 2; count others: --drawn-tokens 1 or" in refused
+    assert (
+        "has no sampled turns with --drawn-tokens 2; count others: --drawn-tokens 1 or" in refused
+    )

@@ -284,7 +284,9 @@ def _turns_and_decoys(
     kept = run.drawn(turns, drawn_tokens).to_numpy()
     sampled = (turns["temperature"] > 0).to_numpy()
     if (sampled.any() or drawn_tokens) and not (kept & sampled).any():
-        which = "drawn as a whole" if drawn_tokens is None else f"with --drawn-tokens {drawn_tokens}"
+        which = (
+            "drawn as a whole" if drawn_tokens is None else f"with --drawn-tokens {drawn_tokens}"
+        )
         counts = " or ".join(f"--drawn-tokens {k}" for k in run.settings["drawn_tokens"])
         raise UserError(f"{run.path} has no sampled turns {which}", f"count others: {counts}")
     return turns[kept].reset_index(drop=True), frame[kept[row]].reset_index(drop=True)
