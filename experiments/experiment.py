@@ -19,6 +19,7 @@ would be computed. ``docs/worked_experiment.py`` is one to begin from.
 import argparse
 import hashlib
 import inspect
+import json
 import re
 import shlex
 import sys
@@ -34,11 +35,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 from filelock import FileLock, Timeout
 
 from experiments.arms import CHAT, DECODING, Arm, judge_alike, sample_arm, verdicts_of
 from experiments.figures import Drawing, Lines
-from experiments.parts import keep, kept
 from experiments.tables import estimates_of, headline, print_plan, sentence_of, too_few
 from ia_mech.cli import (
     JUDGE_HELP,
@@ -76,6 +78,7 @@ from ia_mech.results import (
     write,
 )
 from ia_mech.run import Run
+from ia_mech.run.integrity import replace_file
 from ia_mech.run.layout import UNPERTURBED
 from ia_mech.run.queries import Query, queries_of, subsample
 from ia_mech.run.sources import sources_of, split_source
@@ -806,6 +809,26 @@ def engine_of() -> list[str]:
     package = Path(inspect.getfile(UserError)).parent
     files = (sorted((package / name).glob("*.py")) for name in ("engine", "likelihood"))
     return [hash_of((*chain.from_iterable(files),)), torch.__version__.partition("+")[0]]
+
+
+def kept(folder: Path, key: Any) -> pd.DataFrame | None:
+    """The rows of a unit, by a key that JSON can hold but for NumPy's numbers; None if they aren't
+    there, or are damaged."""
+    try:
+        return pq.read_table(_file(folder, key), page_checksum_verification=True).to_pandas()
+    except (pa.ArrowException, OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def keep(folder: Path, key: Any, table: pd.DataFrame) -> None:
+    """Keep the rows of a unit."""
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_file(_file(folder, key), partial(table.to_parquet, write_page_checksum=True))
+
+
+def _file(folder: Path, key: Any) -> Path:
+    text = json.dumps(key, default=lambda value: value.tolist())
+    return folder / f"{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}.parquet"
 
 
 @contextmanager

@@ -44,7 +44,6 @@ from experiments.control import (
 )
 from experiments.experiment import Conclusion, Experiment, Model, Unit, flag
 from experiments.figures import Bars, Drawing, Lines
-from experiments.first_token import check_logits, first_token_masses, openings_of, with_token_scores
 from experiments.outcome import (
     IN_ROLE,
     LEAST_QUERIES,
@@ -52,10 +51,13 @@ from experiments.outcome import (
     SCORING,
     SiblingContexts,
     bits_by_cell,
+    first_token_masses,
+    openings_of,
     parts_of,
     shares_of,
     siblings_of,
     with_own_scores,
+    with_token_scores,
 )
 from experiments.tables import only, tables_of
 from ia_mech.cli import above_zero, whole_from
@@ -713,8 +715,6 @@ class FirstTokens(FollowUps):
 
     def read(self) -> None:
         super().read()
-        for run in self.runs:
-            check_logits(run)
         self.openings = openings_of(with_token_scores(self.verdicts.turns, self.runs))
 
     def arms(self) -> Mapping[str, Arm]:

@@ -15,7 +15,7 @@ from runs import sampled as make_run
 from safetensors.torch import load_file
 from shell import call, refusal
 
-from experiments.first_token import (
+from experiments.outcome import (
     BEST,
     GREEDY,
     ahead_for_good,
