@@ -656,7 +656,8 @@ def lens_curves(
                 bar.advance()
     finally:
         bar.stop()
-    found[1][np.isneginf(found[1]) | np.isnan(shares).any(1)[:, None]] = np.nan
+    none = np.isneginf(found[1]) | np.isnan(shares).any(1, keepdims=True)
+    found[1] = np.where(none, np.nan, found[1])
     return dict(zip(OPENINGS, found, strict=True))
 
 
@@ -664,4 +665,4 @@ def ahead_for_good(greedy: np.ndarray, rival: np.ndarray) -> np.ndarray:
     """``[contexts, layers]``: 1 where the first of two log-probabilities is above the second in a
     layer and in all later ones, else 0; NaN for a context that lacks a value in some layer."""
     ahead = np.flip(np.logical_and.accumulate(np.flip(greedy > rival, 1), axis=1), 1)
-    return np.where((np.isnan(greedy) | np.isnan(rival)).any(1, keepdims=True), np.nan, ahead)
+    return np.where(np.isnan(greedy + rival).any(1, keepdims=True), np.nan, ahead)

@@ -356,7 +356,7 @@ def first_token_estimates(
         (MASS, "repetitions' openings", opened[1], 0, 1),
         (f"{MASS}, follow-ups minus repetitions", None, opened[0] - opened[1], -1, 1),
     ):
-        names = {"term": term} if term else {}
+        names: dict[str, Any] = {"term": term} if term else {}
         for t, column in zip(temperatures, values.T, strict=True):
             yield _clipped(group.mean(quantity, column, temperature=float(t), **names), *ends)
 
