@@ -58,17 +58,14 @@ _LIST_NUMBER = re.compile(r"\s*(?:\d{1,3}|[A-Za-z])[.)]\s*")
 def other_response(
     those: Sequence[Conversation], tokens: Sequence[int], recipient: int, rng: np.random.Generator
 ) -> str | None:
-    """The response to another query of the dataset, about as long as a conversation's own.
+    """The response to another query of the dataset, about as long as a conversation's own, if there
+    is one: drawn of the :data:`REACH` nearest in length (ties: by id), of which no two are the same
+    and none is empty or the conversation's own.
 
     Args:
-        those: conversations with their responses.
-        tokens: of each response.
+        those, tokens: conversations with their responses, and how many tokens these have.
         recipient: the number of the conversation.
-        rng: draws one of the :data:`REACH` nearest in length (ties: by id), of which no two are the
-            same and none is empty or the conversation's own.
-
-    Returns:
-        The response; None if there is none.
+        rng: draws.
     """
     own = those[recipient]
     near: dict[str, str] = {}

@@ -68,15 +68,6 @@ def parts_of(queries: Sequence[Query], seed: int) -> dict[str, int]:
 
 
 class LearnedVector(Experiment):
-    """See the module.
-
-    Attributes:
-        layers: after which vectors are added.
-        positions: of the tokens whose states they are added to.
-        part: of each query, by its source; the half is ``part // 2``.
-        examples: by half, then by what the turns come after: contexts with a turn each.
-    """
-
     name = "learned_vector"
     siblings = True
     judged = True
@@ -100,12 +91,7 @@ class LearnedVector(Experiment):
     # -- read -------------------------------------------------------------------------------------
 
     def read(self) -> None:
-        """Find layers, positions, halves, and the turns to learn from.
-
-        Raises:
-            UserError: the model lacks a layer or a position; or a half has no follow-ups with a
-                sibling and another query.
-        """
+        """Find layers, positions, parts (two to a half), and the turns to learn from."""
         first, args = self.runs[0], self.args
         depth, names = first.model["layers"], list(first.contexts["positions"].iloc[0])
         eighths = {round(depth * eighth / 8) for eighth in range(1, 8)} - {0, depth}
@@ -213,11 +199,7 @@ class LearnedVector(Experiment):
         return [query for query in self.queries if self.part[query.source] // 2 != learner]
 
     def rows(self) -> pd.DataFrame:
-        """A row per arm and query.
-
-        Raises:
-            UserError: another judge than the built-in one has yet to label the turns.
-        """
+        """A row per arm and query."""
         learned = self.measure_units(self.units(), "learning vectors")
         arms = [(UNSTEERED, UNIT, run) for run in self.runs]
         for half, layer, term, direction in self._with_random(learned):

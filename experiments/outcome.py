@@ -257,15 +257,8 @@ def _row(
 def tokens_scored(
     cells: Sequence[Cell], turns: int, recipients: int, after: int, responses: int = 0
 ) -> int:
-    """About how many tokens are scored or written for a query.
-
-    Args:
-        cells: what is changed.
-        turns: of the four responses together.
-        recipients: how many.
-        after: tokens between a response and its turn.
-        responses: tokens of the four together, which masks compute anew.
-    """
+    """About how many tokens are scored or written for a query with so many turns, recipients,
+    tokens after each response, and tokens of the four together, which masks compute anew."""
     each, found = turns * CANDIDATES // RESPONSES * CANDIDATES, 0  # of a recipient
     for cell in cells:
         if cell.written:
@@ -289,15 +282,7 @@ def siblings_of(
     seed: int,
 ) -> SiblingContexts | None:
     """The first four different responses to a query, with a turn after each; None if it lacks them,
-    or what follows the response isn't the same in all.
-
-    Args:
-        chat: the model's chat format.
-        cells: what is changed.
-        recipients: how many of the responses, which are drawn.
-        temperatures: of the run.
-        seed: of what is drawn.
-    """
+    or what follows the response isn't the same in all. So many of them are drawn as recipients."""
     from ia_mech.engine.sampling import stream_key
 
     texts = query.responses
@@ -424,17 +409,11 @@ def parts_of(turns: pd.DataFrame, category: str) -> pd.DataFrame:
 
 
 def shares_of(turns: pd.DataFrame, category: str, temperature: float) -> pd.DataFrame:
-    """The shares of contexts, measured in each half of their turns.
+    """The share of a category among the judged turns of contexts at a temperature, in each half.
 
-    Args:
-        turns: of :class:`ia_mech.rates.load.JudgedTurns`.
-        category: whose share it is.
-        temperature: of the turns that count.
-
-    Returns:
-        A row per context, indexed from 0: ``dataset``, ``source``, ``context_id``, ``unfinished``,
-        ``greedy`` (1 if the greedy turn is of it), :data:`CHOOSING`, :data:`SCORING`, and
-        ``share`` of both halves; NaN where nothing was judged.
+    A row per context, indexed from 0: ``dataset``, ``source``, ``context_id``, ``unfinished``,
+    ``greedy`` (1 if the greedy turn is of it), :data:`CHOOSING`, :data:`SCORING`, and ``share`` of
+    both halves; NaN where nothing was judged.
     """
     keys = ["dataset", "source", "context_id", "unfinished"]
     rows = turns[[*keys, "temperature", "sample"]].astype(dict.fromkeys(keys[:3], object))
@@ -451,14 +430,8 @@ def shares_of(turns: pd.DataFrame, category: str, temperature: float) -> pd.Data
 
 
 def rates_by_query(judged: JudgedTurns) -> pd.DataFrame:
-    """Rates of turns by temperature and query, and of the same turns shown after siblings.
-
-    Args:
-        judged: with decoys.
-
-    Returns:
-        One row per temperature and source with both verdicts: ``temperature``, ``dataset``,
-        ``source``, and :data:`OF_QUERIES`, means over its turns.
+    """Rates of turns, and of the same turns shown after siblings: a row per temperature and source
+    with both verdicts, ``temperature``, ``dataset``, ``source``, and :data:`OF_QUERIES`.
 
     Raises:
         UserError: no turn was judged after siblings.

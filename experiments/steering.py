@@ -61,12 +61,7 @@ FILE = "vector.safetensors"
 
 
 def estimates(rows: pd.DataFrame, options: dict[str, Any]) -> Iterator[TidyEstimate]:
-    """Every estimate; each source weighs the same.
-
-    Args:
-        rows: of :func:`steer`, with ``source`` and ``dataset``.
-        options: ``level``, ``resamples`` and ``seed``.
-    """
+    """Every estimate of rows of :class:`Steered`; each source weighs the same."""
     for dataset, here in by_dataset(rows):
         wide = rows[here].pivot_table(index="source", columns="draw", values=["kl", "log_odds"])
         group = Group(wide.index.to_numpy(), options, {"dataset": dataset})
@@ -97,11 +92,7 @@ def is_shown(found: pd.DataFrame) -> bool:
 
 
 def vector_of_probe(probe: "Probe", path: Path) -> SteeringVector:
-    """A probe's logistic direction, to be added where the probe reads.
-
-    Raises:
-        UserError: its card, made by hand, doesn't say of which model it is.
-    """
+    """A probe's logistic direction, to be added where the probe reads."""
     import torch
 
     card = probe.card
@@ -120,16 +111,8 @@ def vector_of_probe(probe: "Probe", path: Path) -> SteeringVector:
 def contexts_of(
     query: Query, verdicts: pd.Series, vector: SteeringVector
 ) -> tuple[SteeredContext, ...]:
-    """A query's contexts with one follow-up by the judge and one other turn each.
-
-    Args:
-        query: with sampled turns.
-        verdicts: 1 of follow-ups, 0 of others, NaN without a verdict, by :data:`KEY`.
-        vector: whose layer and positions are steered.
-
-    Raises:
-        UserError: a context lacks a position.
-    """
+    """A query's contexts with one follow-up and one other turn each, by verdicts (1, 0, NaN without
+    one; by :data:`KEY`), steered where a vector says."""
     turns = query.turns[(query.turns["temperature"] > 0) & (query.turns["token_ids"].map(len) > 0)]
     keys = pd.MultiIndex.from_frame(turns[KEY])
     turns = turns.assign(label=verdicts.reindex(keys).to_numpy(dtype=float)).dropna(subset="label")
@@ -144,16 +127,6 @@ def contexts_of(
 
 
 class Steering(Experiment):
-    """See the module.
-
-    Attributes:
-        vector: along which the model is steered, once it is read with its dose.
-        choosing, reporting: the halves of the queries with turns to compare, each with its
-            contexts.
-        probe: that the direction is of, if it is of one.
-        directions: the direction, and ``others`` that it is compared with.
-    """
-
     name = "steering"
     judged = True
     queries_used = 40
@@ -204,11 +177,7 @@ class Steering(Experiment):
         return permuted_probes(states, data.outcome, penalty, *last)
 
     def _vector(self) -> SteeringVector:
-        """The direction.
-
-        Raises:
-            UserError: it is of another model, or nothing is steered before the turn's first token.
-        """
+        """The direction; refused if it is of another model, or steers no token before the turn."""
         from probes.card import Probe
 
         self.probe, self.others = None, RANDOM
@@ -230,13 +199,8 @@ class Steering(Experiment):
         return vector
 
     def _contexts(self) -> list[tuple[Query, tuple[SteeredContext, ...]]]:
-        """The queries with turns to compare, each with its contexts.
-
-        Raises:
-            UserError: fewer than four queries have such turns.
-        """
+        """The queries with turns to compare, each with its contexts."""
         judged = self.verdicts
-        self.gate = judged.gate
         keys = judged.turns[KEY].astype({"run": object, "context_id": object})
         verdicts = pd.Series(judged.turns["follow_up"].to_numpy(), pd.MultiIndex.from_frame(keys))
         each = [(query, contexts_of(query, verdicts, self.vector)) for query in self.queries]
@@ -278,11 +242,7 @@ class Steering(Experiment):
         return found
 
     def rows(self) -> pd.DataFrame:
-        """The turns of one half under the doses that the other has chosen.
-
-        Raises:
-            UserError: the direction, or too many of the others, don't reach the KL.
-        """
+        """The turns of one half under the doses that the other has chosen."""
         found = self.measure_units([self.dosing()], "doses of one KL")["dose"].to_numpy()
         reached = int((~np.isnan(found[1:])).sum())
         if np.isnan(found[0]) or reached < LEAST:
