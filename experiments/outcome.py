@@ -239,19 +239,10 @@ def _row(
     unit: SiblingContexts, cell: Cell, recipient: int, turn: tuple, scores: np.ndarray
 ) -> dict[str, Any]:
     followed, temperature, sample, _ = turn
-    whole, first = scores.T.tolist()
-    return {
-        "site": cell.term,
-        "layer": cell.layer,
-        "recipient": recipient,
-        "followed": followed,
-        "temperature": temperature,
-        "sample": sample,
-        "own": followed - (followed > recipient),
-        "context_id": unit.context_ids[followed],
-        **dict(zip(SCORES, whole, strict=True)),
-        **dict(zip(FIRST_SCORES, first, strict=True)),
-    }
+    row = {"site": cell.term, "layer": cell.layer, "recipient": recipient, "followed": followed}
+    row |= {"temperature": temperature, "sample": sample, "own": followed - (followed > recipient)}
+    row["context_id"] = unit.context_ids[followed]
+    return row | dict(zip((*SCORES, *FIRST_SCORES), scores.T.ravel().tolist(), strict=True))
 
 
 def tokens_scored(
@@ -327,10 +318,8 @@ def placed_in(chat: Any, messages: list[dict]) -> tuple[int, int, dict[str, int]
 
 
 def with_own_scores(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows with the scores of their turns after the candidates' own contexts, too.
-
-    Turns that were written after hybrids have no others.
-    """
+    """Rows with the scores of their turns after the candidates' own contexts, too. Turns that were
+    written after hybrids have no others."""
     keys = ["source", "recipient", "followed", "temperature", "sample"]
     names = [*SCORES, *FIRST_SCORES]
     own = rows.loc[rows["site"] == OWN, [*keys, *names]]
@@ -355,8 +344,7 @@ def of_later_tokens(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def query_bits_of(rows: pd.DataFrame, seed: int) -> QueryBits | None:
-    """What the rows of one site tell; None if fewer than two queries have turns of all candidates.
-    ``rows`` are those of :func:`with_own_scores`."""
+    """What the rows of one site tell; None if not two queries have turns of all candidates."""
     rows = balanced_queries(rows)
     if rows["source"].nunique() < 2:
         return None
@@ -370,10 +358,8 @@ def balanced_queries(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def bits_by_cell(rows: pd.DataFrame, seed: int) -> BitsByCell:
-    """What cells tell, by temperature (None: all sampled turns, of whole sites).
-
-    ``rows`` are those of :func:`with_own_scores`.
-    """
+    """What cells tell, by temperature (None: all sampled turns, of whole sites); ``rows`` are those
+    of :func:`with_own_scores`."""
     found: BitsByCell = {}
     for t in [*sorted(set(rows["temperature"])), None]:
         here = rows[rows["temperature"] > 0 if t is None else rows["temperature"] == t]
