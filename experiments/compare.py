@@ -24,9 +24,8 @@ import pandas as pd
 
 from experiments.control import QueryValues, estimate_means
 from experiments.elicit import arm_name
-from experiments.figures import Bars, Drawing, Lines
 from experiments.locate import WINDOW
-from experiments.tables import headline, only, sentence_of, tables_of
+from experiments.shown import Bars, Drawing, Lines, headline, only, sentence_of, tables_of
 from ia_mech.cli import Parser, path_of, run_command, tolerant_streams
 from ia_mech.display import console, with_style
 from ia_mech.errors import UserError

@@ -29,9 +29,8 @@ import pandas as pd
 from experiments.arms import Arm, conversations_of, verdicts_of
 from experiments.control import arm_estimates, estimate_best, halves_of
 from experiments.experiment import Conclusion, Experiment, flag
-from experiments.figures import Bars, Drawing
 from experiments.outcome import EXCESS, OF_QUERIES, RATE, SIBLINGS, rates_by_query
-from experiments.tables import only, tables_of
+from experiments.shown import Bars, Drawing, only, tables_of
 from ia_mech.estimates import ALL, TidyEstimate, holm_corrected
 from ia_mech.models.embedded import NAME
 from ia_mech.results import Table

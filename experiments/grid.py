@@ -43,7 +43,6 @@ from experiments.control import (
     estimates,
 )
 from experiments.experiment import Conclusion, Experiment, Model, Unit, flag
-from experiments.figures import Bars, Drawing, Lines
 from experiments.outcome import (
     IN_ROLE,
     LEAST_QUERIES,
@@ -59,7 +58,7 @@ from experiments.outcome import (
     with_own_scores,
     with_token_scores,
 )
-from experiments.tables import only, tables_of
+from experiments.shown import Bars, Drawing, Lines, only, tables_of
 from ia_mech.cli import above_zero, whole_from
 from ia_mech.data.conversations import Conversation
 from ia_mech.errors import UserError

@@ -35,10 +35,9 @@ from experiments.arms import Arm, conversations_of, verdicts_of
 from experiments.change import Ids
 from experiments.control import arm_estimates, centred_states, estimate_best, random_directions
 from experiments.experiment import Conclusion, Experiment, flag
-from experiments.figures import Drawing, Lines
 from experiments.fit import BATCH, Learning, SteeredContext, steered_context
 from experiments.outcome import EXCESS, OF_QUERIES, RATE, SIBLINGS, rates_by_query
-from experiments.tables import only, tables_of
+from experiments.shown import Drawing, Lines, only, tables_of
 from ia_mech.cli import whole_from
 from ia_mech.errors import UserError
 from ia_mech.estimates import ALL, TidyEstimate, holm_corrected

@@ -74,7 +74,6 @@ from experiments.change import (
     Whole,
 )
 from experiments.experiment import Conclusion
-from experiments.figures import Bars, Drawing, Lines
 from experiments.grid import (
     ABOVE_TENTH,
     BITS,
@@ -98,7 +97,7 @@ from experiments.outcome import (
     query_bits_of,
     with_own_scores,
 )
-from experiments.tables import tables_of
+from experiments.shown import Bars, Drawing, Lines, tables_of
 from ia_mech.errors import UserError
 from ia_mech.estimates import ALL, TidyEstimate, all_datasets, holm_corrected
 from ia_mech.likelihood.carried import CANDIDATES, CEILING, QueryBits

@@ -33,8 +33,7 @@ from experiments.arms import Arm, conversations_of, verdicts_of
 from experiments.change import ask, contradict, other_response, shuffle_sentences, truncate
 from experiments.control import arm_estimates
 from experiments.experiment import Conclusion, Experiment, flag
-from experiments.figures import Bars, Drawing
-from experiments.tables import LEAST, only, out_of_reach, tables_of
+from experiments.shown import LEAST, Bars, Drawing, only, out_of_reach, tables_of
 from ia_mech.cli import whole_from
 from ia_mech.data.conversations import (
     UNPERTURBED,

@@ -40,7 +40,6 @@ import pandas as pd
 from experiments.arms import conversations_of, verdicts_of
 from experiments.control import arm_estimates
 from experiments.experiment import Conclusion, Experiment, Model
-from experiments.figures import Bars, Drawing
 from experiments.outcome import (
     EXCESS,
     OF_QUERIES,
@@ -48,7 +47,7 @@ from experiments.outcome import (
     rates_by_query,
     unit_of,
 )
-from experiments.tables import only, tables_of
+from experiments.shown import Bars, Drawing, only, tables_of
 from ia_mech.cli import (
     Parser,
     above_zero,

@@ -29,7 +29,6 @@ import pandas as pd
 from experiments.arms import Arm
 from experiments.control import QueryValues, estimate_means
 from experiments.experiment import Conclusion, Experiment, flag
-from experiments.figures import Drawing, Lines
 from experiments.outcome import (
     LEAST_QUERIES,
     SiblingTurns,
@@ -37,7 +36,7 @@ from experiments.outcome import (
     turns_of,
     unit_of,
 )
-from experiments.tables import only, sentence_of, tables_of
+from experiments.shown import Drawing, Lines, only, sentence_of, tables_of
 from ia_mech.cli import whole_from
 from ia_mech.data.conversations import Conversation
 from ia_mech.errors import UserError

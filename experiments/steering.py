@@ -29,9 +29,8 @@ import pandas as pd
 
 from experiments.control import centred_states, halves_of, permuted_probes, random_directions
 from experiments.experiment import Conclusion, Experiment, flag
-from experiments.figures import Bars, Drawing
 from experiments.fit import MOST_DOSE, Dosing, Steered, SteeredContext, steered_context
-from experiments.tables import only, tables_of
+from experiments.shown import Bars, Drawing, only, tables_of
 from ia_mech.cli import above_zero, path_of
 from ia_mech.errors import UserError
 from ia_mech.estimates import Group, TidyEstimate, all_datasets, by_dataset, p_value, paired_row

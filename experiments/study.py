@@ -49,7 +49,7 @@ from experiments.locate import (
     strongest_windows,
 )
 from experiments.outcome import EXCESS
-from experiments.tables import estimates_of, headline, print_plan, too_few
+from experiments.shown import estimates_of, headline, print_plan, too_few
 from ia_mech.cli import (
     Parser,
     add_ray,

@@ -25,7 +25,6 @@ import numpy as np
 import pandas as pd
 
 from experiments.experiment import Conclusion, Experiment
-from experiments.figures import FLOOR, Bars, Drawing, Lines
 from experiments.outcome import (
     BEST,
     GREEDY,
@@ -35,7 +34,17 @@ from experiments.outcome import (
     openings_of,
     with_token_scores,
 )
-from experiments.tables import LEAST, only, out_of_reach, sentence_of, tables_of
+from experiments.shown import (
+    FLOOR,
+    LEAST,
+    Bars,
+    Drawing,
+    Lines,
+    only,
+    out_of_reach,
+    sentence_of,
+    tables_of,
+)
 from ia_mech.errors import UserError
 from ia_mech.estimates import (
     ALL,

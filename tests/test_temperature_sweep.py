@@ -22,7 +22,7 @@ from experiments.outcome import (
     first_token_masses,
     openings_of,
 )
-from experiments.tables import estimates_of
+from experiments.shown import estimates_of
 from experiments.temperature_sweep import (
     DEEPER,
     GARBLED,
