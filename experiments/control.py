@@ -19,13 +19,7 @@ from experiments.outcome import CHOOSING, IN_ROLE, ONCE_IN_ROLE
 from ia_mech.estimates import ALL, Group, TidyEstimate, by_dataset, paired_row
 from ia_mech.run import Run
 from ia_mech.run.sources import split_source
-from ia_mech.stats import (
-    Estimate,
-    cluster_bootstrap,
-    cluster_mean,
-    dyadic_mean,
-    dyadic_test,
-)
+from ia_mech.stats import Estimate, cluster_bootstrap, cluster_mean, dyadic_mean, dyadic_test
 from ia_mech.steering import TURN
 
 if TYPE_CHECKING:

@@ -39,14 +39,7 @@ import pyarrow.parquet as pq
 from filelock import FileLock, Timeout
 
 from experiments.arms import CHAT, DECODING, Arm, judge_alike, sample_arm, verdicts_of
-from experiments.shown import (
-    Drawing,
-    estimates_of,
-    headline,
-    print_plan,
-    sentence_of,
-    too_few,
-)
+from experiments.shown import Drawing, estimates_of, headline, print_plan, sentence_of, too_few
 from ia_mech.cli import (
     JUDGE_HELP,
     RUN,

@@ -83,9 +83,8 @@ class LearnedVector(Experiment):
         steps, turns = f"of {BATCH} turns, to learn a vector", "most follow-ups to "
         add("--steps", whole_from(1), 30, steps, metavar="N")
         add("--turns", whole_from(2), 96, f"{turns}learn from, of each half", metavar="N")
-        parser.add_argument(
-            "--quick", action="store_true", help="one half learns, the other is measured"
-        )
+        half = "one half learns, the other is measured"
+        parser.add_argument("--quick", action="store_true", help=half)
 
     # -- read -------------------------------------------------------------------------------------
 
@@ -100,11 +99,9 @@ class LearnedVector(Experiment):
         for layer in self.layers:
             anything = self.vector(layer, np.ones(first.model["d_model"]))
             anything.check(depth, first.model["d_model"], names)
-        if len(self.queries) < 4:
-            raise UserError(
-                f"{len(self.queries)} queries have several responses: they are dealt to four parts",
-                "sample more queries",
-            )
+        if (count := len(self.queries)) < 4:
+            few = f"{count} queries have several responses: they are dealt to four parts"
+            raise UserError(few, "sample more queries")
         self.part = parts_of(self.queries, args.seed)
         follow_ups = self._follow_ups()
         self.examples = [self._examples(half, follow_ups) for half in self.learners]

@@ -73,7 +73,7 @@ from experiments.change import (
     Splice,
     Whole,
 )
-from experiments.experiment import Conclusion
+from experiments.experiment import Conclusion, flag
 from experiments.grid import (
     ABOVE_TENTH,
     BITS,
@@ -339,12 +339,9 @@ class SiteBits(Bits):
             HITS: ("own likeliest (chance 0.33)", 2),
             SHARE: ("enough for (share)", AS_SHARE),
         }
-        title = (
-            f"activation patching of keys and values: bits about which of {CANDIDATES} responses a "
-            f"turn followed (at most {CEILING:.2f})"
-        )
         made = tables_of(
-            title,
+            f"activation patching of keys and values: bits about which of {CANDIDATES} responses a "
+            f"turn followed (at most {CEILING:.2f})",
             found[found["term"].isin([OWN, *WHOLE_SITES])],
             columns
             | {LEFT_OUT: ("lost without (bits)", 2)}
@@ -430,22 +427,14 @@ class SiteBits(Bits):
 
 
 class Locate(Grid):
-    """See the module."""
-
     name = "locate"
     outcomes: ClassVar = {BY_BITS: SiteBits, BY_FOLLOW_UPS: FollowUps}
 
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "--maps",
-            nargs="*",
-            choices=MAPS,
-            default=list(USUAL_MAPS),
-            metavar="MAP",
-            help=f"of {BY_BITS}: which of {', '.join(MAPS)}; nothing: whole sites alone (default: "
-            f"{' '.join(USUAL_MAPS)})",
-        )
+        of = f"of {BY_BITS}: which of {', '.join(MAPS)}; nothing: whole sites alone"
+        how: dict[str, Any] = {"nargs": "*", "choices": MAPS, "metavar": "MAP"}
+        flag(parser, "--maps", str, list(USUAL_MAPS), of, **how)
         super().add_flags(parser)
 
     def cells(self) -> list[Cell]:

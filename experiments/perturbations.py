@@ -35,20 +35,9 @@ from experiments.control import arm_estimates
 from experiments.experiment import Conclusion, Experiment, flag
 from experiments.shown import LEAST, Bars, Drawing, only, out_of_reach, tables_of
 from ia_mech.cli import whole_from
-from ia_mech.data.conversations import (
-    UNPERTURBED,
-    UNPERTURBED_RESPONSE,
-    USER_HEADER,
-    Conversation,
-)
+from ia_mech.data.conversations import UNPERTURBED, UNPERTURBED_RESPONSE, USER_HEADER, Conversation
 from ia_mech.errors import UserError
-from ia_mech.estimates import (
-    TidyEstimate,
-    all_datasets,
-    by_dataset,
-    holm_corrected,
-    shown_changes,
-)
+from ia_mech.estimates import TidyEstimate, all_datasets, by_dataset, holm_corrected, shown_changes
 from ia_mech.judge.judging import ON_UNPERTURBED
 from ia_mech.rates.compute import differences, rates
 from ia_mech.rates.evidence import FITS_ORIGINAL, UNCHANGED
@@ -148,14 +137,9 @@ class Perturbations(Experiment):
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
         turns = "turns per temperature, of those that the run has"
         flag(parser, "--samples", whole_from(1), 4, turns, metavar="N")
-        parser.add_argument(
-            "--conditions",
-            nargs="+",
-            choices=tuple(CONDITIONS),
-            default=list(CONDITIONS),
-            metavar="NAME",
-            help=f"changes to make, of {', '.join(CONDITIONS)} (default: all)",
-        )
+        of, every = f"changes to make, of {', '.join(CONDITIONS)} (default: all)", list(CONDITIONS)
+        how: dict[str, Any] = {"nargs": "+", "choices": every, "metavar": "NAME"}
+        parser.add_argument("--conditions", default=every, help=of, **how)
 
     # -- sampled ----------------------------------------------------------------------------------
 

@@ -40,13 +40,7 @@ import pandas as pd
 from experiments.arms import conversations_of, verdicts_of
 from experiments.control import arm_estimates
 from experiments.experiment import Conclusion, Experiment, Model
-from experiments.outcome import (
-    EXCESS,
-    OF_QUERIES,
-    SiblingTurns,
-    rates_by_query,
-    unit_of,
-)
+from experiments.outcome import EXCESS, OF_QUERIES, SiblingTurns, rates_by_query, unit_of
 from experiments.shown import Bars, Drawing, only, tables_of
 from ia_mech.cli import (
     Parser,
@@ -62,12 +56,7 @@ from ia_mech.cli import (
 )
 from ia_mech.data.conversations import Conversation, open_conversations
 from ia_mech.errors import UserError
-from ia_mech.estimates import (
-    TidyEstimate,
-    all_datasets,
-    by_dataset,
-    holm_corrected,
-)
+from ia_mech.estimates import TidyEstimate, all_datasets, by_dataset, holm_corrected
 from ia_mech.rates.load import open_runs
 from ia_mech.results import Table
 from ia_mech.run import Run, layout
@@ -452,9 +441,8 @@ def export_or_train(args: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class ReadTurns(SiblingTurns):
-    """Turns after the responses to one query, read by the model before or after training.
-
-    The model before training reads the turns of both models, the tuned model only its own.
+    """Turns after the responses to one query, read by the model before or after training: the first
+    reads the turns of both models, the tuned model only its own.
 
     Attributes:
         weights: the hash of the reader's weights.
@@ -489,12 +477,7 @@ class Compare(Experiment):
         return parser
 
     def read(self) -> None:
-        """The two runs, over the same contexts.
-
-        Raises:
-            UserError: there aren't two runs, their weights are the same, their contexts differ, or
-                they have no sampled turns.
-        """
+        """The two runs, over the same contexts."""
         if len(self.runs) != 2:
             what = "one run" if len(self.runs) == 1 else f"{len(self.runs)} runs"
             raise UserError(

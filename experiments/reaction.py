@@ -29,13 +29,7 @@ import pandas as pd
 from experiments.arms import Arm
 from experiments.control import QueryValues, estimate_means
 from experiments.experiment import Conclusion, Experiment, flag
-from experiments.outcome import (
-    LEAST_QUERIES,
-    SiblingTurns,
-    mean_by_query,
-    turns_of,
-    unit_of,
-)
+from experiments.outcome import LEAST_QUERIES, SiblingTurns, mean_by_query, turns_of, unit_of
 from experiments.shown import Drawing, Lines, only, sentence_of, tables_of
 from ia_mech.cli import whole_from
 from ia_mech.data.conversations import Conversation
@@ -254,11 +248,8 @@ class Reaction(Experiment):
             )
 
         first = {q.source for q in subsample(self.queries, MOST_CONTROLLED, args.seed)}
-        self.controlled = [
-            query
-            for query in self.used
-            if query.source in first and len(self.compared[query.source]) >= self.size
-        ]
+        enough = {source for source, some in self.compared.items() if len(some) >= self.size}
+        self.controlled = [query for query in self.used if query.source in first & enough]
         self.wordings: Wordings = {}
         self.reworded = {
             query.source: choose_response(query, self.compared[query.source], args.seed)
@@ -407,16 +398,12 @@ class Reaction(Experiment):
     ) -> Iterator[QueryValues]:
         """Copy bits as groups of features are added in their order, and what is beyond them."""
         texts = turns.groupby("source")["text"]
-        features = np.concatenate(
-            [
-                copy_features(
-                    texts.get_group(query.source).tolist(),
-                    exchange(query.dialogues[0])[0],
-                    query.responses,
-                )
-                for query in self.used
-            ]
-        )
+
+        def features_of(query: Query) -> np.ndarray:
+            asked = exchange(query.dialogues[0])[0]
+            return copy_features(texts.get_group(query.source).tolist(), asked, query.responses)
+
+        features = np.concatenate([features_of(query) for query in self.used])
         own, seed = (turns["followed"], turns["source"]), self.args.seed
         columns: list[int] = []
         count = features.shape[1]
@@ -449,19 +436,17 @@ class Reaction(Experiment):
                     yield QueryValues(quantity, values, {"term": term}, least=0, most=most)
 
     def data(self, rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
-        columns = [*KEY, "dataset", "source_id", "text", "followed"]
-        columns += ["finish_reason", "complete", "reaction_bits", "evidence"]
-        columns += ["identified", "readable_bits", "bits_by_token"]
+        columns = [*KEY, "dataset", "source_id", "text", "followed", "finish_reason", "complete"]
+        columns += ["reaction_bits", "evidence", "identified", "readable_bits", "bits_by_token"]
         complete = ~self.turns["response_unfinished"].astype(bool)
         return {"turns": self.turns.assign(complete=complete)[columns]}
 
     def headline(self, estimates: pd.DataFrame) -> pd.DataFrame:
         """The estimates that the sentence is about, and beside them those of all responses."""
         term = COMPLETE if COMPLETE in set(estimates["term"]) else ALTERNATIVES
-        wanted = estimates["quantity"].isin([INFORMATION, SAME_QUERIES])
-        return estimates[
-            (estimates["term"] == term) & (estimates["responses"] == self.size) & wanted
-        ]
+        mine = estimates["quantity"].isin([INFORMATION, SAME_QUERIES])
+        mine &= (estimates["term"] == term) & (estimates["responses"] == self.size)
+        return estimates[mine]
 
     def conclude(self, estimates: pd.DataFrame) -> Conclusion:
         head, wordings = self.headline(estimates), estimates[estimates["term"] == WORDINGS]
@@ -574,17 +559,9 @@ class Reaction(Experiment):
     def figures(self, estimates: pd.DataFrame) -> Mapping[str, Drawing]:
         model, whole = self.runs[0].model["name"], all_datasets(estimates)
         main = whole[whole["term"] == ALTERNATIVES]
-        return {
-            "tokens": Lines(
-                f"{model} · bits by token",
-                "token of the turn",
-                "bits that it adds",
-                only(main, "bits by token"),
-                across="token",
-                by="temperature",
-                levels={"": 0.0},
-            ),
-        }
+        words, rows = (f"{model} · bits by token", "token of the turn"), only(main, "bits by token")
+        how: dict[str, Any] = {"across": "token", "by": "temperature", "levels": {"": 0.0}}
+        return {"tokens": Lines(*words, "bits that it adds", rows, **how)}
 
 
 def compared_responses(queries: Sequence[Query], most: int) -> tuple[int, dict[str, list[int]]]:

@@ -191,10 +191,8 @@ class Steering(Experiment):
         names = self.runs[0].contexts["positions"].iloc[0]
         vector.check(model["layers"], model["d_model"], list(names))
         if set(vector.positions) == {TURN}:
-            raise UserError(
-                "steering the turn's tokens alone leaves the next token at the header as it is",
-                "give a vector with a position of the header, too",
-            )
+            alone = "steering the turn's tokens alone leaves the next token at the header as it is"
+            raise UserError(alone, "give a vector with a position of the header, too")
         return vector
 
     def _contexts(self) -> list[tuple[Query, tuple[SteeredContext, ...]]]:
@@ -204,17 +202,12 @@ class Steering(Experiment):
         verdicts = pd.Series(judged.turns["follow_up"].to_numpy(), pd.MultiIndex.from_frame(keys))
         each = [(query, contexts_of(query, verdicts, self.vector)) for query in self.queries]
         used = [one for one in each if one[1]]
+        which = "response after which the judge calls some turns follow-ups and not others"
         if len(used) < 4:
-            raise UserError(
-                f"{len(used)} queries have a response after which the judge calls some turns "
-                "follow-ups and not others",
-                "sample more turns (--samples), or more queries",
-            )
+            few = f"{len(used)} queries have a {which}"
+            raise UserError(few, "sample more turns (--samples), or more queries")
         if less := len(each) - len(used):
-            self.notes.append(
-                f"{less} queries have no response after which the judge calls some turns "
-                "follow-ups and not others; they are left out."
-            )
+            self.notes.append(f"{less} queries have no {which}; they are left out.")
         return used
 
     # -- measure ----------------------------------------------------------------------------------

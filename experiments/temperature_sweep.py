@@ -287,23 +287,17 @@ class TemperatureSweep(Experiment):
         title, pooled = gate_title(self.runs[0].model["name"], self.gate), all_datasets(found)
         floor = only(pooled, "floor").assign(dataset=FLOOR)
         shares = pd.concat([only(found, RATE), floor])
+        t, tokens = "temperature (0 = greedy)", only(found, TOKENS)
         made: dict[str, Drawing] = {
-            "rates": Lines(
-                title, "temperature (0 = greedy)", "share of turns", shares, by="dataset"
-            ),
-            "first_token": Lines(
-                title, "temperature", TOKENS, only(found, TOKENS), by="dataset", log=True
-            ),
+            "rates": Lines(title, t, "share of turns", shares, by="dataset"),
+            "first_token": Lines(title, "temperature", TOKENS, tokens, by="dataset", log=True),
         }
-        mass = only(pooled, MASS)
-        if mass["value"].notna().any():
+        if (mass := only(pooled, MASS))["value"].notna().any():
             made["openings"] = Lines(title, "temperature", "probability", mass)
-        deep = only(pooled, DEEPER)
-        if len(deep):
+        if len(deep := only(pooled, DEEPER)):
             words = "gap to the greedy turn: follow-ups minus other turns, nats"
             made["hidden"] = Bars(title, words, deep, names="temperature", by="term")
-        lens = only(pooled, LENS)
-        if len(lens):
+        if len(lens := only(pooled, LENS)):
             up = "log p at header_last, nats"
             made["lens"] = Lines(title, "layer (0 = embeddings)", up, lens, across="layer")
         return made
