@@ -1,14 +1,8 @@
 """What an experiment is, and the command that runs any.
 
 An experiment is one file with a subclass of :class:`Experiment`. ``--help`` prints the docstring of
-the module: the question as its first sentence, the method, what it needs, what it costs. It has
-
-- what it needs, as class attributes: several responses to a query, a judge, the model;
-- ``arms``, if turns are to be sampled under other conditions first (:mod:`experiments.arms`);
-- ``units``: what is measured by itself, and stored when it is finished; each knows its ``rows``;
-- ``estimate``: all rows → estimates (:mod:`ia_mech.estimates`);
-- ``tables`` and ``figures`` of these, as data (:mod:`experiments.shown`);
-- ``conclude``: the sentence, and its control.
+the module: the question as its first sentence, the method, what it needs, what it costs. It says
+what it needs as class attributes, and the rest by the methods under *what an experiment says*.
 
 The command opens and checks the runs, chooses the queries, samples, measures the unfinished units
 with progress, writes one :class:`ia_mech.results.Result` and prints it. ``--dry-run`` shows what
@@ -215,7 +209,8 @@ class Experiment(ABC):
         return {}
 
     def units(self) -> Iterable[Unit]:
-        """What is measured. With ``--dry-run`` nothing is in ``sampled``."""
+        """What is measured by itself, and stored when it is finished. With ``--dry-run`` nothing is
+        in ``sampled``."""
         return []
 
     def rows(self) -> pd.DataFrame:
@@ -227,7 +222,7 @@ class Experiment(ABC):
         """The estimates."""
 
     def tables(self, found: pd.DataFrame) -> list[Table]:
-        """The tables of the estimates, the most important first."""
+        """The tables of the estimates (:mod:`experiments.shown`), the most important first."""
         return []
 
     def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from experiments.experiment import Model, Unit
+from ia_mech.run import labels
 from ia_mech.run.queries import Query
 from ia_mech.steering import TURN, SteeringVector
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:  # these load torch
 
 BATCH, RATE = 12, 0.1  # contexts of a step of Adam, most change of a unit vector
 LEAST_DOSE, MOST_DOSE = 2.0**-8, 2.0**4  # between which a KL is sought, in norms of the state
+KEY = ["run", *labels.KEY]  # of a turn
+FILE = "vector.safetensors"
 ROUNDS, KL_TOLERANCE = 14, 0.1  # of the search; how near the KL has to come, relatively
 
 

@@ -520,7 +520,6 @@ class FollowUps(Grid):
     # -- shown ------------------------------------------------------------------------------------
 
     def tables(self, found: pd.DataFrame) -> list[Table]:
-        title = f"{self.measured} under parts of donors, T = {self.args.temperature:g}"
         columns: dict[str, tuple[str, int | str]] = {
             MOVED: ("high minus low", "+.2f"),
             **{quantity: (part, "+.2f") for part, quantity in MOVED_PARTS.items()},
@@ -530,13 +529,9 @@ class FollowUps(Grid):
             UNDER[HIGH]: ("under high", 2),
             UNDER[LOW]: ("under low", 2),
         }
-        whole: dict[str, tuple[str, int | str]] = {
-            UNCHANGED: ("recipients, unchanged", 2),
-            DONORS: ("high minus low donors", "+.2f"),
-        }
         return [
             *tables_of(
-                title,
+                f"{self.measured} under parts of donors, T = {self.args.temperature:g}",
                 found,
                 columns,
                 detectable=MOVED,
@@ -553,7 +548,10 @@ class FollowUps(Grid):
             *tables_of(
                 "what there is to move",
                 found,
-                whole,
+                {
+                    UNCHANGED: ("recipients, unchanged", 2),
+                    DONORS: ("high minus low donors", "+.2f"),
+                },
                 index=("dataset",),
                 rows="recipients",
                 legend="Donors: in the half of their turns that didn't choose them. The whole "

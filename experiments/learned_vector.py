@@ -35,14 +35,14 @@ from experiments.arms import Arm, conversations_of, verdicts_of
 from experiments.change import Ids
 from experiments.control import arm_estimates, centred_states, estimate_best, random_directions
 from experiments.experiment import Conclusion, Experiment, flag
-from experiments.fit import BATCH, Learning, SteeredContext, steered_context
+from experiments.fit import BATCH, FILE, KEY, Learning, SteeredContext, steered_context
 from experiments.outcome import EXCESS, OF_QUERIES, RATE, SIBLINGS, rates_by_query
 from experiments.shown import Drawing, Lines, only, tables_of
 from ia_mech.cli import whole_from
 from ia_mech.errors import UserError
 from ia_mech.estimates import ALL, TidyEstimate, holm_corrected
 from ia_mech.results import Table
-from ia_mech.run import Run, labels
+from ia_mech.run import Run
 from ia_mech.run.queries import Query
 from ia_mech.steering import ADD, TURN, SteeringVector
 
@@ -54,8 +54,6 @@ LESS = {UNSTEERED: "minus unsteered", SIBLING: "minus the siblings' vector"}
 DOSE = 0.5  # length of a vector, in norms of the state that it is added to
 TOKENS = 48  # of a turn that count
 UNIT = -1  # of the layer, where nothing is steered
-FILE = "vector.safetensors"
-KEY = ["run", *labels.KEY]  # of a turn
 
 
 def parts_of(queries: Sequence[Query], seed: int) -> dict[str, int]:

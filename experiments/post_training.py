@@ -39,7 +39,7 @@ import pandas as pd
 
 from experiments.arms import conversations_of, verdicts_of
 from experiments.control import arm_estimates
-from experiments.experiment import Conclusion, Experiment, Model
+from experiments.experiment import Conclusion, Experiment, Model, flag
 from experiments.outcome import EXCESS, OF_QUERIES, SiblingTurns, rates_by_query, unit_of
 from experiments.shown import Bars, Drawing, only, tables_of
 from ia_mech.cli import (
@@ -96,40 +96,30 @@ def build_parser() -> argparse.ArgumentParser:
         ("grpo", "train by reward: the bits of evidence that a turn gives for its response"),
     ):
         command = commands.add_parser(name, help=what, description=f"{what.capitalize()}.")
-        _add_data(command)
+        command.add_argument(
+            "data", metavar="RUN", help="a run's folder, or conversations as --dataset takes them"
+        )
+        of_run = "the model to train (default: the run's, or the embedded one)"
+        add = partial(flag, command)
+        add("--model", nonblank, None, of_run, metavar="NAME")
+        apart = "queries that aren't trained on, the same for every --seed"
+        add("--held-out", whole_from(0), 20, apart, metavar="N")
+        longest = "most tokens of a sequence; longer ones are left out"
+        add("--max-tokens", whole_from(8), 1024, longest, metavar="N")
+        add("--seed", int, 0, "of training", metavar="N")
+        add("--out", path_of, None, "a new folder", metavar="FOLDER", required=True)
         if name != "export":
-            _add_training(command, rate={"sft": 5e-4, "grpo": 1e-4}[name])
-    commands.choices["sft"].add_argument(
-        "--epochs", type=above_zero, default=3.0, metavar="N", help="(default: 3)"
-    )
-    add = commands.choices["grpo"].add_argument
-    add("--steps", type=whole_from(1), default=100, metavar="N", help="(default: 100)")
-    add("--generations", type=whole_from(2), default=4, metavar="N", help="per prompt (default: 4)")
-    add("--max-new-tokens", type=whole_from(1), default=40, metavar="N", help="(default: 40)")
+            rate = {"sft": 5e-4, "grpo": 1e-4}[name]
+            add("--learning-rate", above_zero, rate, "", metavar="X")
+            add("--batch", whole_from(1), 8, "sequences", metavar="N")
+            add_threads(command)
+    flag(commands.choices["sft"], "--epochs", above_zero, 3.0, "", metavar="N")
+    add = partial(flag, commands.choices["grpo"])
+    add("--steps", whole_from(1), 100, "", metavar="N")
+    add("--generations", whole_from(2), 4, "per prompt", metavar="N")
+    add("--max-new-tokens", whole_from(1), 40, "", metavar="N")
     commands.add_parser("compare", help="what training changed", add_help=False)
     return parser
-
-
-def _add_data(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("data", metavar="RUN", help="a run's folder, or conversations as --dataset takes them")
-    of_run = "the model to train (default: the run's, or the embedded one)"
-    add("--model", type=nonblank, metavar="NAME", help=of_run)
-    apart = "queries that aren't trained on, the same for every --seed (default: 20)"
-    add("--held-out", type=whole_from(0), default=20, metavar="N", help=apart)
-    longest = "most tokens of a sequence; longer ones are left out (default: 1024)"
-    add("--max-tokens", type=whole_from(8), default=1024, metavar="N", help=longest)
-    add("--seed", type=int, default=0, metavar="N", help="of training (default: 0)")
-    add("--out", type=path_of, required=True, metavar="FOLDER", help="a new folder")
-
-
-def _add_training(parser: argparse.ArgumentParser, rate: float) -> None:
-    add = parser.add_argument
-    add(
-        "--learning-rate", type=above_zero, default=rate, metavar="X", help="(default: %(default)g)"
-    )
-    add("--batch", type=whole_from(1), default=8, metavar="N", help="sequences (default: 8)")
-    add_threads(parser)
 
 
 # -- what comes in --------------------------------------------------------------------------------

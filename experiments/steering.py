@@ -29,13 +29,12 @@ import pandas as pd
 
 from experiments.control import centred_states, halves_of, permuted_probes, random_directions
 from experiments.experiment import Conclusion, Experiment, flag
-from experiments.fit import MOST_DOSE, Dosing, Steered, SteeredContext, steered_context
+from experiments.fit import FILE, KEY, MOST_DOSE, Dosing, Steered, SteeredContext, steered_context
 from experiments.shown import Bars, Drawing, only, tables_of
 from ia_mech.cli import above_zero, path_of
 from ia_mech.errors import UserError
 from ia_mech.estimates import Group, TidyEstimate, all_datasets, by_dataset, p_value, paired_row
 from ia_mech.results import Table
-from ia_mech.run import labels
 from ia_mech.run.queries import Query
 from ia_mech.stats import Estimate, permutation_p
 from ia_mech.steering import ADD, TURN, SteeringVector
@@ -52,8 +51,6 @@ PERMUTED, RANDOM = "probes of permuted labels", "random directions"
 UNFITTED = "Fitted directions favour axes of low variance, these don't: p may be too small. "
 KL, ODDS = "KL at the header", "log-odds, change"
 BEYOND, RANK = "log-odds, change beyond other directions'", "share of other directions that reach"
-KEY = ["run", *labels.KEY]  # of a turn
-FILE = "vector.safetensors"
 
 
 # -- estimate --------------------------------------------------------------------------------------
