@@ -18,7 +18,7 @@ from experiments.change import sentences
 from experiments.control import arm_estimates
 from experiments.experiment import Conclusion, Experiment
 from experiments.outcome import RATE
-from experiments.tables import only, tables_of
+from experiments.shown import only, tables_of
 
 WHOLE, NO_LAST, NO_FIRST = "whole response", "without its last sentence", "without its first one"
 LESS = "minus the whole response's"

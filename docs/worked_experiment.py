@@ -18,8 +18,7 @@ import numpy as np
 import pandas as pd
 
 from experiments.experiment import Conclusion, Experiment, Unit
-from experiments.figures import Bars
-from experiments.tables import tables_of
+from experiments.shown import Bars, tables_of
 from ia_mech.engine.score import Turn
 from ia_mech.estimates import Group, by_dataset
 

@@ -165,16 +165,12 @@ def sample_arm(
 
 
 def judge_alike(first: Run, runs: Sequence[Run], judge: str, *, unperturbed: bool = False) -> None:
-    """Have runs labelled by the judge of a first one.
+    """Have runs labelled by the judge of a first one, if they aren't yet.
 
-    Args:
-        first: labelled by that judge.
-        runs: labelled here by the built-in judge, if they aren't yet.
-        judge: its name.
-        unperturbed: turns are shown after the unchanged responses; then the name has another end.
+    ``unperturbed``: turns are shown after the unchanged responses; then the name has another end.
 
     Raises:
-        UserError: it is another judge, which the user has to run.
+        UserError: it isn't the built-in judge: the user has to run it.
     """
     name = judge + ON_UNPERTURBED if unperturbed else judge
     todo = [run for run in runs if name not in run.labels.judges]

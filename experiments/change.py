@@ -58,17 +58,14 @@ _LIST_NUMBER = re.compile(r"\s*(?:\d{1,3}|[A-Za-z])[.)]\s*")
 def other_response(
     those: Sequence[Conversation], tokens: Sequence[int], recipient: int, rng: np.random.Generator
 ) -> str | None:
-    """The response to another query of the dataset, about as long as a conversation's own.
+    """The response to another query of the dataset, about as long as a conversation's own, if there
+    is one: drawn of the :data:`REACH` nearest in length (ties: by id), of which no two are the same
+    and none is empty or the conversation's own.
 
     Args:
-        those: conversations with their responses.
-        tokens: of each response.
+        those, tokens: conversations with their responses, and how many tokens these have.
         recipient: the number of the conversation.
-        rng: draws one of the :data:`REACH` nearest in length (ties: by id), of which no two are the
-            same and none is empty or the conversation's own.
-
-    Returns:
-        The response; None if there is none.
+        rng: draws.
     """
     own = those[recipient]
     near: dict[str, str] = {}
@@ -120,10 +117,8 @@ def shuffle_sentences(text: str, rng: np.random.Generator) -> str | None:
     order = rng.permutation(len(bare))
     while [bare[i] for i in order] == bare:
         order = rng.permutation(len(bare))
-    moved = (
-        piece.replace(own, bare[i], 1) for piece, own, i in zip(pieces, bare, order, strict=True)
-    )
-    return "".join(moved)
+    each = zip(pieces, bare, order, strict=True)
+    return "".join(piece.replace(own, bare[i], 1) for piece, own, i in each)
 
 
 def truncate(text: str) -> str | None:
@@ -167,9 +162,8 @@ def contradict(text: str, answer: str | None, rng: np.random.Generator) -> tuple
 
 def _value_of(number: str) -> float | None:
     """What a number written as text is worth; None if the text isn't one."""
-    if not NUMBER.fullmatch(number.strip().lstrip("$")):
-        return None
-    return float(number.strip().lstrip("$").replace(",", "").replace("−", "-"))
+    bare = number.strip().lstrip("$")
+    return float(bare.replace(",", "").replace("−", "-")) if NUMBER.fullmatch(bare) else None
 
 
 def _other_number(number: str, gold: float, rng: np.random.Generator) -> str:
@@ -230,16 +224,9 @@ class Laid(NamedTuple):
 
 
 class Passes:
-    """The contexts of a query, prefilled once.
-
-    Args:
-        model: installed.
-        unit: an :class:`experiments.outcome.SiblingContexts`.
-        on_tokens: told how many tokens were computed besides.
-
-    Attributes:
-        to_response: up to the end of the response.
-        whole: with the open header, and states of all tokens after the response.
+    """The contexts of a unit (:class:`experiments.outcome.SiblingContexts`), prefilled once:
+    ``to_response``, up to the end of the response; and ``whole``, with the open header, and states
+    of all tokens after the response.
 
     Raises:
         UserError: a hybrid of everything isn't its donor.

@@ -24,9 +24,8 @@ import pandas as pd
 
 from experiments.control import QueryValues, estimate_means
 from experiments.elicit import arm_name
-from experiments.figures import Bars, Drawing, Lines
 from experiments.locate import WINDOW
-from experiments.tables import headline, only, sentence_of, tables_of
+from experiments.shown import Bars, Drawing, Lines, headline, only, sentence_of, tables_of
 from ia_mech.cli import Parser, path_of, run_command, tolerant_streams
 from ia_mech.display import console, with_style
 from ia_mech.errors import UserError
@@ -46,11 +45,7 @@ OPTIONS = {"level": 0.95, "resamples": 2000, "seed": 0}
 
 def numbers_of(study: Path) -> pd.DataFrame:
     """The numbers of a study by query: ``quantity``, ``term`` (a site, a judge's category, or all
-    turns), ``turns`` (``greedy``, ``sampled`` or an arm), ``source``, ``value``.
-
-    Raises:
-        UserError: it isn't a finished study.
-    """
+    turns), ``turns`` (``greedy``, ``sampled`` or an arm), ``source``, ``value``."""
     located = study / "run" / "results" / "locate" / "queries.parquet"
     elicited = study / "run" / "results" / "elicit" / "rows.parquet"
     if (study / RUN).is_file():
@@ -93,8 +88,7 @@ def turns_of(temperature: float) -> str:
 
 def values_of(numbers: dict[str, pd.DataFrame]) -> Iterator[QueryValues]:
     """Each model's mean over the queries of which all models have this number, and its difference
-    from the first model's.
-    """
+    from the first model's."""
     keys = ["quantity", "term", "turns"]
     bounds = {BITS: (-np.inf, CEILING), EXCESS: (-1.0, 1.0), SHARE: (0.0, 1.0)}
     first, *_ = numbers
@@ -128,11 +122,7 @@ def after_which(runs: Iterable[Run], queries: set[str]) -> str:
 
 
 def result(studies: Sequence[Path]) -> Result:
-    """The comparison.
-
-    Raises:
-        UserError: a study isn't finished; studies are of one model, or share no query.
-    """
+    """The comparison."""
     each = [numbers_of(study) for study in studies]
     runs = [Run.open(study / "run") for study in studies]
     models = [run.model["name"] for run in runs]

@@ -19,13 +19,7 @@ from experiments.outcome import CHOOSING, IN_ROLE, ONCE_IN_ROLE
 from ia_mech.estimates import ALL, Group, TidyEstimate, by_dataset, paired_row
 from ia_mech.run import Run
 from ia_mech.run.sources import split_source
-from ia_mech.stats import (
-    Estimate,
-    cluster_bootstrap,
-    cluster_mean,
-    dyadic_mean,
-    dyadic_test,
-)
+from ia_mech.stats import Estimate, cluster_bootstrap, cluster_mean, dyadic_mean, dyadic_test
 from ia_mech.steering import TURN
 
 if TYPE_CHECKING:
@@ -123,8 +117,7 @@ def arm_estimates(
         less: words → what differs in the name of the arm that is subtracted; the difference is
             called ``quantity, words``. No arm is subtracted from itself.
         options: ``level``, ``resamples`` and ``seed``.
-        dataset: that the rows are of.
-        compared: the quantities of differences (default: all).
+        dataset, compared: that the rows are of; the quantities of differences (default: all).
     """
     group = Group(np.array([]), options, {"dataset": dataset})
     arms = dict(list(rows.groupby(list(by), sort=False)))
@@ -150,17 +143,14 @@ def arm_estimates(
 def best_elsewhere(
     ranked: np.ndarray, reported: np.ndarray, part: np.ndarray, counts: np.ndarray
 ) -> np.ndarray:
-    """The mean of the arm that is best on other queries.
+    """``[resamples]`` means of the arm that is best on other queries; NaN where a part has nothing
+    to choose by.
 
     Args:
-        ranked: ``[arms, queries]`` by whose mean an arm is chosen.
-        reported: ``[arms, queries]`` what is read off there.
+        ranked, reported: ``[arms, queries]`` by whose mean an arm is chosen, and what is read off.
         part: ``[queries]`` numbers: the queries of part 1 choose the arm that those of part 0
             report, and the other way round; likewise parts 2 and 3, and so on.
         counts: ``[resamples, queries]`` how often each query was drawn.
-
-    Returns:
-        ``[resamples]`` means over queries; NaN where a part has nothing to choose by.
     """
     total = np.zeros(len(counts))
     for one in np.unique(part):
@@ -194,15 +184,8 @@ def donors_of(contexts: pd.DataFrame, recipients: Sequence[int], seed: int) -> p
 
     High and low donors come from the upper and the lower quarter by :data:`CHOOSING`. The two equal
     donors are any context and the nearest to it, in random order. Of the possible donors the least
-    used ones are taken, by lot.
-
-    Args:
-        contexts: ``dataset``, ``source`` and :data:`CHOOSING`, indexed from 0.
-        recipients: of the contexts.
-        seed: of the lots.
-
-    Returns:
-        A row per recipient that has all four: ``recipient`` and :data:`ARMS`, of the contexts.
+    used ones are taken, by lot. A row per recipient that has all four: ``recipient`` and
+    :data:`ARMS`, as they stand in ``contexts`` (``dataset``, ``source``, :data:`CHOOSING`).
     """
     rng, used, found = np.random.default_rng([seed, 5]), Counter[int](), []
     source, share = contexts["source"].to_numpy(), contexts[CHOOSING].to_numpy(float)
@@ -321,20 +304,11 @@ def permuted_probes(
 def random_directions(
     states: np.ndarray, direction: np.ndarray, count: int, seed: int
 ) -> np.ndarray:
-    """Directions with the covariance of states, without the component along a direction.
+    """``[count, d]`` directions of length 1 with the covariance of centred ``[n, d]`` states.
 
     The covariance has few large directions. Drawn directions lie closer to them, and to a probe
     that lies there, than directions without a preference would. The component along ``direction``
     is taken out, since a control that holds a part of the direction would hide its effect.
-
-    Args:
-        states: ``[n, d]``, centred.
-        direction: ``[d]`` that is taken out.
-        count: how many.
-        seed: of the draws.
-
-    Returns:
-        ``[count, d]`` of length 1.
     """
     unit = direction / np.linalg.norm(direction)
     drawn = np.random.default_rng([seed, 24]).standard_normal((count, len(states))) @ states

@@ -20,7 +20,6 @@ turns at once.
 import argparse
 import sys
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,9 +28,8 @@ import pandas as pd
 from experiments.arms import Arm, conversations_of, verdicts_of
 from experiments.control import arm_estimates, estimate_best, halves_of
 from experiments.experiment import Conclusion, Experiment, flag
-from experiments.figures import Bars, Drawing
 from experiments.outcome import EXCESS, OF_QUERIES, RATE, SIBLINGS, rates_by_query
-from experiments.tables import only, tables_of
+from experiments.shown import Bars, Drawing, only, tables_of
 from ia_mech.estimates import ALL, TidyEstimate, holm_corrected
 from ia_mech.models.embedded import NAME
 from ia_mech.results import Table
@@ -67,11 +65,10 @@ class Elicit(Experiment):
 
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "--prompt", default=PROMPT, metavar="TEXT", help="the system prompt of further arms"
-        )
-        add, what = partial(flag, parser), "what turns of further arms go on from"
-        add("--opening", str, OPENING, what, metavar="TEXT")
+        what = "the system prompt of further arms"
+        parser.add_argument("--prompt", default=PROMPT, metavar="TEXT", help=what)
+        what = "what turns of further arms go on from"
+        flag(parser, "--opening", str, OPENING, what, metavar="TEXT")
 
     @property
     def ways(self) -> dict[str, dict[str, Any]]:
@@ -141,17 +138,15 @@ class Elicit(Experiment):
     def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
         rows = only(found, EXCESS)
         title = f"{self.runs[0].model['name']} · follow-ups beyond siblings"
-        return {
-            "arms": Bars(title, "follow-up rate minus that of the same turns after siblings", rows)
-        }
+        axis = "follow-up rate minus that of the same turns after siblings"
+        return {"arms": Bars(title, axis, rows)}
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         greedy, gap = only(found, EXCESS, term=GREEDY), only(found, GAP, term=BEST)
-        sentence = self.tested(
-            "follow-up rate of greedy turns, minus that after another response to the same query",
-            greedy,
-            most=1,
+        words = (
+            "follow-up rate of greedy turns, minus that after another response to the same query"
         )
+        sentence = self.tested(words, greedy, most=1)
         sentence += " " + self.tested("what the best other way of asking adds", gap, most=1)
         control = (
             "From every rate that of the same turns after another response to the same query is "

@@ -1,15 +1,8 @@
 """What an experiment is, and the command that runs any.
 
 An experiment is one file with a subclass of :class:`Experiment`. ``--help`` prints the docstring of
-the module: the question as its first sentence, the method, what it needs, what it costs. It has
-
-- what it needs, as class attributes: several responses to a query, a judge, the model;
-- ``arms``, if turns are to be sampled under other conditions first (:mod:`experiments.arms`);
-- ``units``: what is measured by itself, and stored when it is finished; each knows its ``rows``;
-- ``estimate``: all rows → estimates (:mod:`ia_mech.estimates`);
-- ``tables`` and ``figures`` of these, as data (:mod:`experiments.tables`,
-  :mod:`experiments.figures`);
-- ``conclude``: the sentence, and its control.
+the module: the question as its first sentence, the method, what it needs, what it costs. It says
+what it needs as class attributes, and the rest by the methods under *what an experiment says*.
 
 The command opens and checks the runs, chooses the queries, samples, measures the unfinished units
 with progress, writes one :class:`ia_mech.results.Result` and prints it. ``--dry-run`` shows what
@@ -19,6 +12,7 @@ would be computed. ``docs/worked_experiment.py`` is one to begin from.
 import argparse
 import hashlib
 import inspect
+import json
 import re
 import shlex
 import sys
@@ -34,12 +28,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 from filelock import FileLock, Timeout
 
 from experiments.arms import CHAT, DECODING, Arm, judge_alike, sample_arm, verdicts_of
-from experiments.figures import Drawing, Lines
-from experiments.parts import keep, kept
-from experiments.tables import estimates_of, headline, print_plan, sentence_of, too_few
+from experiments.shown import Drawing, estimates_of, headline, print_plan, sentence_of, too_few
 from ia_mech.cli import (
     JUDGE_HELP,
     RUN,
@@ -76,6 +70,7 @@ from ia_mech.results import (
     write,
 )
 from ia_mech.run import Run
+from ia_mech.run.integrity import replace_file
 from ia_mech.run.layout import UNPERTURBED
 from ia_mech.run.queries import Query, queries_of, subsample
 from ia_mech.run.sources import sources_of, split_source
@@ -214,7 +209,8 @@ class Experiment(ABC):
         return {}
 
     def units(self) -> Iterable[Unit]:
-        """What is measured. With ``--dry-run`` nothing is in ``sampled``."""
+        """What is measured by itself, and stored when it is finished. With ``--dry-run`` nothing is
+        in ``sampled``."""
         return []
 
     def rows(self) -> pd.DataFrame:
@@ -226,7 +222,7 @@ class Experiment(ABC):
         """The estimates."""
 
     def tables(self, found: pd.DataFrame) -> list[Table]:
-        """The tables of the estimates, the most important first."""
+        """The tables of the estimates (:mod:`experiments.shown`), the most important first."""
         return []
 
     def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
@@ -250,11 +246,7 @@ class Experiment(ABC):
     @cached_property
     def queries(self) -> list[Query]:
         """The queries of the runs: those with several responses where siblings are needed, and as
-        many as were asked for.
-
-        Raises:
-            UserError: siblings are needed, and no query has several responses.
-        """
+        many as were asked for."""
         found = queries_of(self.runs)
         if self.siblings:
             several = [query for query in found if len(query.contexts) > 1]
@@ -271,13 +263,6 @@ class Experiment(ABC):
             found = several
         return subsample(found, getattr(self.args, "queries", None), self.args.seed)
 
-    @cached_property
-    def _files(self) -> "ModelFiles":
-        from ia_mech.models.load import load_files
-
-        with _flag_named(self._spec, self._place):
-            return load_files(self._spec)
-
     @property
     def _place(self) -> str | None:
         """Where the model is, if the command says so."""
@@ -287,17 +272,20 @@ class Experiment(ABC):
     def _spec(self) -> "ModelSpec":
         return spec_of(self.runs[0], self._place)
 
+    @cached_property
+    def _files(self) -> "ModelFiles":
+        from ia_mech.models.load import load_files
+
+        with _flag_named(self._spec, self._place):
+            return load_files(self._spec)
+
     @property
     def config(self) -> Any:
         return self._files.config
 
     @cached_property
     def chat(self) -> "ChatFormat":
-        """The model's chat format with the run's settings; no weights are loaded.
-
-        Raises:
-            UserError: its template is not the one that the run was sampled with.
-        """
+        """The model's chat format with the run's settings; no weights are loaded."""
         from ia_mech.collect.plan import build_chat
 
         first = self.runs[0]
@@ -349,11 +337,8 @@ class Experiment(ABC):
         return found
 
     def judge_arms(self, *, unperturbed: bool = False) -> str:
-        """Have the arms' turns judged as the first run's were; returns the judge's name.
-
-        Raises:
-            UserError: it is another judge than the built-in one, which the user has to run.
-        """
+        """Have the arms' turns judged as the first run's were (:func:`judge_alike`); returns the
+        judge's name."""
         judge, arms = self.gate.judge, list(self.sampled.values())
         judge_alike(self.runs[0], arms, judge, unperturbed=unperturbed)
         return judge
@@ -423,12 +408,8 @@ class Experiment(ABC):
             team.spread(self.crew, len(units) if self.loads else 1)
         team = those[todo[0]][0] if todo else Team()
         bar, total = Bar(), sum(unit.tokens for unit in units)
-        bar.start(
-            phase or f"measuring, {self.name}",
-            total,
-            done=total - sum(units[n].tokens for n in todo),
-            unit="token",
-        )
+        done_before = total - sum(units[n].tokens for n in todo)
+        bar.start(phase or f"measuring, {self.name}", total, done=done_before, unit="token")
 
         def measure(n: int) -> pd.DataFrame:
             return self._measured(*those[n], units[n], bar)
@@ -592,11 +573,7 @@ class Experiment(ABC):
         print(f"next: {page}{f' --results {shell_word(args.out)}' if args.out else ''}")
 
     def check(self) -> None:
-        """Refuse what can't be answered.
-
-        Raises:
-            UserError: says what is missing, or isn't allowed.
-        """
+        """Refuse what can't be answered."""
         refuse_unlike(self.runs, self.several_models, self.mixed)
         if self.siblings and not self.several_models:
             _ = self.queries  # refused before anything slow is loaded
@@ -744,11 +721,7 @@ def _flag_named(spec: "ModelSpec", place: str | None) -> Iterator[None]:
 
 def team_for(run: Run, place: str | None, crew: "Crew") -> "tuple[Team, ChatFormat]":
     """Workers that have the model that a run was sampled from, checked as before sampling, and its
-    chat format; ``place`` is as for :func:`spec_of`.
-
-    Raises:
-        UserError: it can't be loaded, has other weights now, or was changed while it sampled.
-    """
+    chat format; ``place`` is as for :func:`spec_of`."""
     from ia_mech.collect.job import opened
     from ia_mech.collect.plan import build_chat, probe_ids
     from ia_mech.engine.cluster import team_of
@@ -796,7 +769,7 @@ def modules_of(measuring: frozenset[str]) -> frozenset[str]:
                 todo += [one for one in named if one.startswith("experiments.")]
         return found
 
-    return frozenset(measuring | (closed(list(measuring)) - closed([__name__, Lines.__module__])))
+    return frozenset(measuring | (closed(list(measuring)) - closed([__name__])))
 
 
 def engine_of() -> list[str]:
@@ -808,13 +781,29 @@ def engine_of() -> list[str]:
     return [hash_of((*chain.from_iterable(files),)), torch.__version__.partition("+")[0]]
 
 
+def kept(folder: Path, key: Any) -> pd.DataFrame | None:
+    """The rows of a unit, by a key that JSON can hold but for NumPy's numbers; None if they aren't
+    there, or are damaged."""
+    try:
+        return pq.read_table(_file(folder, key), page_checksum_verification=True).to_pandas()
+    except (pa.ArrowException, OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def keep(folder: Path, key: Any, table: pd.DataFrame) -> None:
+    """Keep the rows of a unit."""
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_file(_file(folder, key), partial(table.to_parquet, write_page_checksum=True))
+
+
+def _file(folder: Path, key: Any) -> Path:
+    text = json.dumps(key, default=lambda value: value.tolist())
+    return folder / f"{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}.parquet"
+
+
 @contextmanager
 def only_writer(folder: Path) -> Iterator[None]:
-    """Keep other commands from writing results to a folder; none is left that holds nothing.
-
-    Raises:
-        UserError: another command writes to it.
-    """
+    """Keep other commands from writing results to a folder; none is left that holds nothing."""
     new = not folder.is_dir()
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / LOCK)
@@ -848,23 +837,14 @@ def command_line(parser: argparse.ArgumentParser, args: argparse.Namespace) -> s
 
 
 def output_folder(cls: type[Experiment], out: Path | None, first_run: Path) -> Path:
-    """Where results of an experiment go; the folder isn't made.
-
-    Raises:
-        UserError: they can't go there (:func:`ia_mech.results.refuse_place`).
-    """
+    """Where results of an experiment go; the folder isn't made."""
     usual = folder_of(first_run, cls.folder_name())
     refuse_place(out or usual, cls.name, usual)
     return out or usual
 
 
 def refuse_unlike(runs: list[Run], several_models: bool, mixed: bool) -> None:
-    """Refuse runs that can't be used together, and perturbed contexts, which are pooled with none.
-
-    Raises:
-        UserError: weights differ, though not ``several_models`` may be given; decoding or chat
-            settings differ, though they may not be ``mixed``; a run holds perturbed contexts.
-    """
+    """Refuse runs that can't be used together, and perturbed contexts, which none are."""
     first = runs[0]
     if not several_models and len({run.model["weights_hash"] for run in runs}) > 1:
         models = ", ".join(dict.fromkeys(run.model["name"] for run in runs))

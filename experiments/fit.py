@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from experiments.experiment import Model, Unit
+from ia_mech.run import labels
 from ia_mech.run.queries import Query
 from ia_mech.steering import TURN, SteeringVector
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:  # these load torch
 
 BATCH, RATE = 12, 0.1  # contexts of a step of Adam, most change of a unit vector
 LEAST_DOSE, MOST_DOSE = 2.0**-8, 2.0**4  # between which a KL is sought, in norms of the state
+KEY = ["run", *labels.KEY]  # of a turn
+FILE = "vector.safetensors"
 ROUNDS, KL_TOLERANCE = 14, 0.1  # of the search; how near the KL has to come, relatively
 
 
@@ -55,11 +58,8 @@ class SteeredContext:
         return sum(header + len(turn) for turn in self.turns)
 
     def steered_turns(self, number: int, direction: Tensor | None, dose: float) -> list[Turn]:
-        """Its turns after its tokens up to ``start``, with the direction added, if there is one.
-
-        Args:
-            number: of the context, by which the scorer knows it.
-        """
+        """Its turns after its tokens up to ``start``, with the direction added, if there is
+        one; the scorer knows the context by its number."""
         from ia_mech.engine.intervene import Add
         from ia_mech.engine.score import Turn
 
@@ -79,11 +79,7 @@ class SteeredContext:
 def steered_context(
     query: Query, k: int, vector: SteeringVector, turns: Sequence[Sequence[int]]
 ) -> SteeredContext:
-    """A context of a query with turns, steered where a vector says.
-
-    Raises:
-        UserError: it lacks a position.
-    """
+    """A context of a query with turns, steered where a vector says."""
     named = query.contexts["positions"].iloc[k]
     places = {name: None if pd.isna(at) else int(at) for name, at in named.items()}
     at = sorted({at for one in vector.at_context(places) for at in one.positions})
@@ -99,8 +95,7 @@ class Learning(Unit):
     """A direction to be learned.
 
     Attributes:
-        half: of the queries, that the turns are of.
-        term: what they come after.
+        half, term: of the queries that the turns are of, and what they come after.
         contexts: each with a turn that is to become likely.
         dose: length of what is added, in norms of the state that it is added to.
         steps: of Adam, of :data:`BATCH` turns each.
@@ -126,9 +121,6 @@ def learn(model: Model, unit: Learning) -> np.ndarray:
 
     The start is the downhill gradient at a dose near 0. After each step of Adam the direction is
     scaled to length 1.
-
-    Raises:
-        UserError: the model's passes have no gradient.
     """
     import torch
 
@@ -186,13 +178,8 @@ def _learn(model: Model, unit: Learning) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Dosing(Unit):
-    """Directions whose doses are sought.
-
-    Attributes:
-        contexts: of the queries that choose.
-        directions: ``[d_model]`` each.
-        kl: that each is to have, in nats.
-    """
+    """Directions, ``[d_model]`` each, whose doses of one KL (nats) are sought in contexts of the
+    queries that choose."""
 
     contexts: tuple[SteeredContext, ...]
     directions: tuple[tuple[float, ...], ...]
@@ -239,12 +226,8 @@ def effects(
     directions: Sequence[Sequence[float]],
     doses: Sequence[float],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What directions change in a context, in nats.
-
-    Returns:
-        ``[directions, turns]`` changes of the turns' log-probabilities, and ``[directions]`` KLs of
-        the first token's distribution, steered from unsteered.
-    """
+    """What directions change in a context, in nats: ``[directions, turns]`` log-probabilities of
+    the turns, and ``[directions]`` KLs of the first token's distribution from the unsteered one."""
     import torch
 
     turns = context.steered_turns(0, None, 0.0)
@@ -263,13 +246,8 @@ def doses_of_equal_kl(
     count: int, kl: float, kl_of: Callable[[np.ndarray, np.ndarray], np.ndarray]
 ) -> np.ndarray:
     """``[count]`` doses at which directions have a KL, by halving the logarithm's range; NaN for
-    one that doesn't come near.
-
-    Args:
-        count: of the directions.
-        kl: in nats.
-        kl_of: the KLs of some directions, by their numbers, at a dose each; they rise with it.
-    """
+    one that doesn't come near. ``kl_of`` gives the KLs of some, by their numbers, at a dose each;
+    they rise with it."""
     found = np.full(count, np.nan)
     low, high = np.full(count, np.log(LEAST_DOSE)), np.full(count, np.log(MOST_DOSE))
     for _ in range(ROUNDS):

@@ -16,7 +16,7 @@ import argparse
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -43,8 +43,6 @@ from experiments.control import (
     estimates,
 )
 from experiments.experiment import Conclusion, Experiment, Model, Unit, flag
-from experiments.figures import Bars, Drawing, Lines
-from experiments.first_token import check_logits, first_token_masses, openings_of, with_token_scores
 from experiments.outcome import (
     IN_ROLE,
     LEAST_QUERIES,
@@ -52,12 +50,15 @@ from experiments.outcome import (
     SCORING,
     SiblingContexts,
     bits_by_cell,
+    first_token_masses,
+    openings_of,
     parts_of,
     shares_of,
     siblings_of,
     with_own_scores,
+    with_token_scores,
 )
-from experiments.tables import only, tables_of
+from experiments.shown import Bars, Drawing, Lines, only, tables_of
 from ia_mech.cli import above_zero, whole_from
 from ia_mech.data.conversations import Conversation
 from ia_mech.errors import UserError
@@ -153,10 +154,8 @@ def estimated(
     base: QueryBits | None = None,
     **names: Any,
 ) -> Iterator[TidyEstimate]:
-    """Mean bits of queries, or hits; minus those of another arm or site, if there is one.
-
-    How often the own candidate is the likeliest is tested against the third that chance gives.
-    """
+    """Mean bits of queries, or hits (tested against the third that chance gives); minus those of
+    another arm or site, if there is one."""
     hits = quantity.startswith(HITS)
     values, *less = (
         pd.Series(one.hits if hits else one.bits, one.queries) for one in (found, base) if one
@@ -288,23 +287,14 @@ class Bits(Grid):
 
 @dataclass(frozen=True)
 class PutBack(Unit):
-    """A context whose own states are put in, which may not change what is computed of it.
-
-    Attributes:
-        context: its token ids.
-        cells: the tokens and the layer of each.
-    """
+    """A context whose own states are put in, at the tokens and after the layer of each cell, which
+    may not change what is computed of it."""
 
     context: tuple[int, ...]
     cells: list[tuple[tuple[int, ...], int]]
 
     def rows(self, model: Model) -> pd.DataFrame:
-        """Compare what a turn goes on from, logits and the whole state, with and without the
-        recipient's own states put in.
-
-        Raises:
-            UserError: they differ in a bit.
-        """
+        """Compare what a turn goes on from, logits and the whole state; refuse a differing bit."""
         import torch
 
         from ia_mech.engine.intervene import Replace
@@ -324,10 +314,8 @@ class PutBack(Unit):
             [one.logits, *(x for layer in one.state.cache.layers for x in held_tensors(layer))]
             for one in (plain, again)
         ]
-        same = [
-            all(torch.equal(a[number], b[number]) for a, b in zip(*every, strict=True))
-            for number in range(len(self.cells))
-        ]
+        pairs = list(zip(*every, strict=True))
+        same = [all(torch.equal(a[n], b[n]) for a, b in pairs) for n in range(len(self.cells))]
         model.on_tokens(self.tokens)
         if not all(same):
             raise UserError(
@@ -355,9 +343,8 @@ class Ceiling(Unit):
 class FollowUps(Grid):
     """How far the share of a category moves with a part of a donor.
 
-    Attributes:
-        contexts: those whose greedy turn isn't of the category, as of :func:`shares_of`.
-        donors: of recipients, as of :func:`donors_of`.
+    Its ``contexts`` are those whose greedy turn isn't of the category, as of :func:`shares_of`; its
+    ``donors`` are of recipients, as of :func:`donors_of`.
     """
 
     siblings, judged = False, True
@@ -376,11 +363,7 @@ class FollowUps(Grid):
     # -- chosen -----------------------------------------------------------------------------------
 
     def read(self) -> None:
-        """Measure the shares and choose recipients and donors.
-
-        Raises:
-            UserError: the runs lack the temperature, turns to tell contexts apart, or contexts.
-        """
+        """Measure the shares and choose recipients and donors."""
         super().read()
         settings = self.runs[0].settings
         if self.args.temperature not in settings["temperatures"] or settings["samples"] < SAMPLES:
@@ -454,24 +437,11 @@ class FollowUps(Grid):
         return {(cell.term, cell.layer): cell.change for cell in self.cells()}
 
     @cached_property
-    def _messages(self) -> dict[int, Any]:
-        return dict(
-            zip(*(self.rows_of_contexts[name] for name in ("row", "messages")), strict=True)
-        )
-
-    @cached_property
     def _states(self) -> "Callable[[int, str], Tensor]":
         """``[contexts of all runs, d_model]`` by layer and position."""
         import torch
 
-        known: dict[tuple[int, str], Tensor] = {}
-
-        def states(layer: int, position: str) -> "Tensor":
-            if (key := (layer, position)) not in known:
-                known[key] = torch.cat([run.residuals(layer, position) for run in self.runs])
-            return known[key]
-
-        return states
+        return cache(lambda *at: torch.cat([run.residuals(*at) for run in self.runs]))
 
     def _changed(self, conversation: Conversation, context: "ChatContext") -> list[Any]:
         """What a conversation's donor has, where it is put."""
@@ -479,7 +449,8 @@ class FollowUps(Grid):
         change, row = self._changes[about["place"], about["layer"]], about["row"]
 
         def of_donor() -> "ChatContext":
-            return self.chat.context(list(self._messages[row]))
+            rows = self.rows_of_contexts
+            return self.chat.context(list(rows.loc[rows["row"] == row, "messages"].iloc[0]))
 
         donor = Given(of_donor, lambda layer, name: self._states(layer, name)[row])
         assert isinstance(change, Splice | Replaced)
@@ -549,7 +520,6 @@ class FollowUps(Grid):
     # -- shown ------------------------------------------------------------------------------------
 
     def tables(self, found: pd.DataFrame) -> list[Table]:
-        title = f"{self.measured} under parts of donors, T = {self.args.temperature:g}"
         columns: dict[str, tuple[str, int | str]] = {
             MOVED: ("high minus low", "+.2f"),
             **{quantity: (part, "+.2f") for part, quantity in MOVED_PARTS.items()},
@@ -559,13 +529,9 @@ class FollowUps(Grid):
             UNDER[HIGH]: ("under high", 2),
             UNDER[LOW]: ("under low", 2),
         }
-        whole: dict[str, tuple[str, int | str]] = {
-            UNCHANGED: ("recipients, unchanged", 2),
-            DONORS: ("high minus low donors", "+.2f"),
-        }
         return [
             *tables_of(
-                title,
+                f"{self.measured} under parts of donors, T = {self.args.temperature:g}",
                 found,
                 columns,
                 detectable=MOVED,
@@ -582,7 +548,10 @@ class FollowUps(Grid):
             *tables_of(
                 "what there is to move",
                 found,
-                whole,
+                {
+                    UNCHANGED: ("recipients, unchanged", 2),
+                    DONORS: ("high minus low donors", "+.2f"),
+                },
                 index=("dataset",),
                 rows="recipients",
                 legend="Donors: in the half of their turns that didn't choose them. The whole "
@@ -592,13 +561,8 @@ class FollowUps(Grid):
 
     def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
         title = f"{self.runs[0].model['name']} · {self.measured}"
-        return {
-            "cells": drawing(
-                title,
-                "under the high donor minus under the low one",
-                all_datasets(only(found, MOVED)),
-            )
-        }
+        axis = "under the high donor minus under the low one"
+        return {"cells": drawing(title, axis, all_datasets(only(found, MOVED)))}
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         level, whole = self.args.level, all_datasets(found)
@@ -659,7 +623,6 @@ class Masses(Unit):
         contexts: token ids of the recipient, then of the donors.
         cells: term and layer of each, and its tokens in each context.
         openings: ids of first tokens, and what share of the turns that each opens are follow-ups.
-        temperature: of the distribution.
     """
 
     contexts: list[tuple[int, ...]]
@@ -713,8 +676,6 @@ class FirstTokens(FollowUps):
 
     def read(self) -> None:
         super().read()
-        for run in self.runs:
-            check_logits(run)
         self.openings = openings_of(with_token_scores(self.verdicts.turns, self.runs))
 
     def arms(self) -> Mapping[str, Arm]:

@@ -61,8 +61,6 @@ def exchanged_layers(depth: int) -> list[int]:
 
 
 class Interchange(Grid):
-    """See the module."""
-
     name = "interchange"
     outcomes: ClassVar = {
         BY_FOLLOW_UPS: FollowUps,

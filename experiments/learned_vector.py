@@ -35,15 +35,14 @@ from experiments.arms import Arm, conversations_of, verdicts_of
 from experiments.change import Ids
 from experiments.control import arm_estimates, centred_states, estimate_best, random_directions
 from experiments.experiment import Conclusion, Experiment, flag
-from experiments.figures import Drawing, Lines
-from experiments.fit import BATCH, Learning, SteeredContext, steered_context
+from experiments.fit import BATCH, FILE, KEY, Learning, SteeredContext, steered_context
 from experiments.outcome import EXCESS, OF_QUERIES, RATE, SIBLINGS, rates_by_query
-from experiments.tables import only, tables_of
+from experiments.shown import Drawing, Lines, only, tables_of
 from ia_mech.cli import whole_from
 from ia_mech.errors import UserError
 from ia_mech.estimates import ALL, TidyEstimate, holm_corrected
 from ia_mech.results import Table
-from ia_mech.run import Run, labels
+from ia_mech.run import Run
 from ia_mech.run.queries import Query
 from ia_mech.steering import ADD, TURN, SteeringVector
 
@@ -55,8 +54,6 @@ LESS = {UNSTEERED: "minus unsteered", SIBLING: "minus the siblings' vector"}
 DOSE = 0.5  # length of a vector, in norms of the state that it is added to
 TOKENS = 48  # of a turn that count
 UNIT = -1  # of the layer, where nothing is steered
-FILE = "vector.safetensors"
-KEY = ["run", *labels.KEY]  # of a turn
 
 
 def parts_of(queries: Sequence[Query], seed: int) -> dict[str, int]:
@@ -68,15 +65,6 @@ def parts_of(queries: Sequence[Query], seed: int) -> dict[str, int]:
 
 
 class LearnedVector(Experiment):
-    """See the module.
-
-    Attributes:
-        layers: after which vectors are added.
-        positions: of the tokens whose states they are added to.
-        part: of each query, by its source; the half is ``part // 2``.
-        examples: by half, then by what the turns come after: contexts with a turn each.
-    """
-
     name = "learned_vector"
     siblings = True
     judged = True
@@ -93,19 +81,13 @@ class LearnedVector(Experiment):
         steps, turns = f"of {BATCH} turns, to learn a vector", "most follow-ups to "
         add("--steps", whole_from(1), 30, steps, metavar="N")
         add("--turns", whole_from(2), 96, f"{turns}learn from, of each half", metavar="N")
-        parser.add_argument(
-            "--quick", action="store_true", help="one half learns, the other is measured"
-        )
+        half = "one half learns, the other is measured"
+        parser.add_argument("--quick", action="store_true", help=half)
 
     # -- read -------------------------------------------------------------------------------------
 
     def read(self) -> None:
-        """Find layers, positions, halves, and the turns to learn from.
-
-        Raises:
-            UserError: the model lacks a layer or a position; or a half has no follow-ups with a
-                sibling and another query.
-        """
+        """Find layers, positions, parts (two to a half), and the turns to learn from."""
         first, args = self.runs[0], self.args
         depth, names = first.model["layers"], list(first.contexts["positions"].iloc[0])
         eighths = {round(depth * eighth / 8) for eighth in range(1, 8)} - {0, depth}
@@ -115,11 +97,9 @@ class LearnedVector(Experiment):
         for layer in self.layers:
             anything = self.vector(layer, np.ones(first.model["d_model"]))
             anything.check(depth, first.model["d_model"], names)
-        if len(self.queries) < 4:
-            raise UserError(
-                f"{len(self.queries)} queries have several responses: they are dealt to four parts",
-                "sample more queries",
-            )
+        if (count := len(self.queries)) < 4:
+            few = f"{count} queries have several responses: they are dealt to four parts"
+            raise UserError(few, "sample more queries")
         self.part = parts_of(self.queries, args.seed)
         follow_ups = self._follow_ups()
         self.examples = [self._examples(half, follow_ups) for half in self.learners]
@@ -213,11 +193,7 @@ class LearnedVector(Experiment):
         return [query for query in self.queries if self.part[query.source] // 2 != learner]
 
     def rows(self) -> pd.DataFrame:
-        """A row per arm and query.
-
-        Raises:
-            UserError: another judge than the built-in one has yet to label the turns.
-        """
+        """A row per arm and query."""
         learned = self.measure_units(self.units(), "learning vectors")
         arms = [(UNSTEERED, UNIT, run) for run in self.runs]
         for half, layer, term, direction in self._with_random(learned):

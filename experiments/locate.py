@@ -73,8 +73,7 @@ from experiments.change import (
     Splice,
     Whole,
 )
-from experiments.experiment import Conclusion
-from experiments.figures import Bars, Drawing, Lines
+from experiments.experiment import Conclusion, flag
 from experiments.grid import (
     ABOVE_TENTH,
     BITS,
@@ -98,7 +97,7 @@ from experiments.outcome import (
     query_bits_of,
     with_own_scores,
 )
-from experiments.tables import tables_of
+from experiments.shown import Bars, Drawing, Lines, tables_of
 from ia_mech.errors import UserError
 from ia_mech.estimates import ALL, TidyEstimate, all_datasets, holm_corrected
 from ia_mech.likelihood.carried import CANDIDATES, CEILING, QueryBits
@@ -110,13 +109,12 @@ from ia_mech.stats import Estimate, cluster_bootstrap, cluster_mean, model_confi
 ALL_LAYERS = "response, computed on"
 FULL_LAYERS = "response, layers of full attention, computed on"
 STATE_ON, RESPONSE_AND_STATE_ON = f"{STATE}, computed on", f"{RESPONSE_AND_STATE}, computed on"
-COMPUTED_ON = (ALL_LAYERS, FULL_LAYERS, STATE_ON, RESPONSE_AND_STATE_ON)
 WINDOW, WITHOUT_WINDOW = "response, layers", "response, other layers"
 HEADER_FIRST, HEADER_LAST = "header_0", "header_last"
 WRITTEN = tuple(
     WRITTEN_AFTER + site for site in (OWN, RESPONSE, HEADER, RESPONSE_AND_HEADER, QUERY)
 )
-WRITTEN_OF_RECURRENT = (WRITTEN_AFTER + STATE, WRITTEN_AFTER + ALL_THREE)
+ALL_WRITTEN = (*WRITTEN, WRITTEN_AFTER + STATE, WRITTEN_AFTER + ALL_THREE)
 MAPS = WINDOWS, STATES, WRITING, BANDS, BLOCKS = "windows", "states", "written", "bands", "blocks"
 USUAL_MAPS = (WINDOWS, STATES, WRITING, BANDS)
 # Bands of the response by how many of its tokens follow, at least and at most.
@@ -138,7 +136,6 @@ BLOCK_SITES = {
 RANDOM_SITES = {f"response, {n} random tokens": Mask(n, random=True) for n in (4, 16)}
 PART_SITES = (*BAND_SITES, *BLOCK_SITES, *RANDOM_SITES)  # of the response's tokens
 MAP_SITES = (WINDOW, WITHOUT_WINDOW, HEADER_FIRST, HEADER_LAST)  # by layer
-ALL_WRITTEN = (*WRITTEN, *WRITTEN_OF_RECURRENT)
 
 MAY_BE_MOST = "p that no other window carries more"
 # Paired by query. The query's tokens are the same in all candidates: a control.
@@ -191,9 +188,6 @@ def cells_of(maps: Collection[str], layers: int, recurrent: bool = False) -> lis
     for site in (ALL_WRITTEN if recurrent else WRITTEN) if WRITING in maps else ():
         found.append(Cell(site, Splice(site.removeprefix(WRITTEN_AFTER)), written=True))
     return found
-
-
-# -- bits of queries -------------------------------------------------------------------------------
 
 
 def query_table(each: BitsByCell) -> pd.DataFrame:
@@ -260,10 +254,7 @@ def lost_without(
 
 
 def token_estimates(rows: pd.DataFrame, options: dict[str, Any]) -> Iterator[TidyEstimate]:
-    """What first and later tokens express, and what sites carry of it.
-
-    ``rows`` are those of :func:`with_own_scores`.
-    """
+    """What first and later tokens express, and what sites carry of it."""
     rows = rows[rows["site"].isin([OWN, *WHOLE_SITES])]
     parts = {FIRST_BITS: of_first_tokens(rows), LATER_BITS: of_later_tokens(rows)}
     for quantity, part in parts.items():
@@ -299,14 +290,8 @@ def window_set(
 def follow_up_bits(
     rows: pd.DataFrame, verdicts: pd.DataFrame, options: dict[str, Any]
 ) -> Iterator[TidyEstimate]:
-    """How much of what sampled turns express is in turns that a judge calls follow-ups.
-
-    Args:
-        rows: of :meth:`experiments.outcome.SiblingContexts.rows`, with ``source``.
-        verdicts: ``context_id``, ``temperature``, ``sample`` and ``follow_up``; turns that weren't
-            assessed are left out.
-        options: ``level``, ``resamples`` and ``seed``.
-    """
+    """How much of what sampled turns express is in turns that a judge calls follow-ups: by verdicts
+    with ``context_id``, ``temperature``, ``sample`` and ``follow_up``; others are left out."""
     own = balanced_queries(with_own_scores(rows[(rows["site"] == OWN) & (rows["temperature"] > 0)]))
     found = query_bits_of(own, options["seed"])
     if found is None:
@@ -325,13 +310,9 @@ def follow_up_bits(
             more = of_taken / taken - (total - of_taken) / (turns - taken)
             return np.stack([taken / turns, of_taken / total, more], axis=1)
 
-    quantities = (
-        "share of turns that are follow-ups",
-        "share of bits in follow-ups",
-        MORE_IN_FOLLOW_UPS,
-    )
+    shares = "share of turns that are follow-ups", "share of bits in follow-ups"
     estimates = cluster_bootstrap(statistics, list(sums.index), **options)
-    for quantity, estimate in zip(quantities, estimates, strict=True):
+    for quantity, estimate in zip((*shares, MORE_IN_FOLLOW_UPS), estimates, strict=True):
         yield TidyEstimate(quantity, {"dataset": ALL, "term": OWN}, len(own), estimate)
 
 
@@ -339,11 +320,7 @@ def follow_up_bits(
 
 
 class SiteBits(Bits):
-    """Bits of sites and maps.
-
-    Attributes:
-        each: what cells tell of each query (:func:`bits_by_cell`), once estimated.
-    """
+    """Bits of sites and maps."""
 
     flags = ("recipients", "maps")
 
@@ -362,12 +339,9 @@ class SiteBits(Bits):
             HITS: ("own likeliest (chance 0.33)", 2),
             SHARE: ("enough for (share)", AS_SHARE),
         }
-        title = (
-            f"activation patching of keys and values: bits about which of {CANDIDATES} responses a "
-            f"turn followed (at most {CEILING:.2f})"
-        )
         made = tables_of(
-            title,
+            f"activation patching of keys and values: bits about which of {CANDIDATES} responses a "
+            f"turn followed (at most {CEILING:.2f})",
             found[found["term"].isin([OWN, *WHOLE_SITES])],
             columns
             | {LEFT_OUT: ("lost without (bits)", 2)}
@@ -453,28 +427,17 @@ class SiteBits(Bits):
 
 
 class Locate(Grid):
-    """See the module."""
-
     name = "locate"
     outcomes: ClassVar = {BY_BITS: SiteBits, BY_FOLLOW_UPS: FollowUps}
 
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "--maps",
-            nargs="*",
-            choices=MAPS,
-            default=list(USUAL_MAPS),
-            metavar="MAP",
-            help=f"of {BY_BITS}: which of {', '.join(MAPS)}; nothing: whole sites alone (default: "
-            f"{' '.join(USUAL_MAPS)})",
-        )
+        of = f"of {BY_BITS}: which of {', '.join(MAPS)}; nothing: whole sites alone"
+        how: dict[str, Any] = {"nargs": "*", "choices": MAPS, "metavar": "MAP"}
+        flag(parser, "--maps", str, list(USUAL_MAPS), of, **how)
         super().add_flags(parser)
 
     def cells(self) -> list[Cell]:
-        """Raises:
-        UserError: blocks are asked for of a recurrent model.
-        """
         from ia_mech.engine.splice import RECURRENT, layer_kinds
 
         recurrent = not RECURRENT.isdisjoint(layer_kinds(self.config))
@@ -553,11 +516,8 @@ class Lookup:
     def rows(self, quantity: str, term: str, temperature: float | None = None) -> pd.DataFrame:
         """The line of an estimate, if there is one."""
         rows = self._found
-        t = (
-            rows["temperature"].isna()
-            if temperature is None
-            else rows["temperature"].eq(temperature)
-        )
+        t = rows["temperature"]
+        t = t.isna() if temperature is None else t.eq(temperature)
         return rows[(rows["quantity"] == quantity) & (rows["term"] == term) & t]
 
     def __call__(self, quantity: str, term: str, temperature: float | None = None) -> str:

@@ -4,6 +4,8 @@
   are of the first token, of the later ones, or of all; the turns exist, or are written anew.
 - *Follow-ups*: how often a judge calls turns follow-ups, and the two parts of that rate: how many
   turns stay in the user's role, and how many of these are follow-ups.
+- *First tokens*: the distribution of a turn's first token by temperature and, through the model's
+  lens, by layer; and what turns it opens. Runs have kept it: no model is loaded.
 
 What is measured after a change (:mod:`experiments.change`) is measured in the same way after the
 recipient's own context, and after the donor's. To add an outcome, write what a unit's ``rows`` are
@@ -21,18 +23,24 @@ import pandas as pd
 from experiments.change import OWN, RESPONSES, WHOLE_SITES, Cell, Ids, Mask, Pairs, Passes, Replaced
 from experiments.experiment import Model, Unit
 from ia_mech.cli import shell_word
+from ia_mech.display import Bar
 from ia_mech.errors import UserError
 from ia_mech.judge.decoys import SIBLING
-from ia_mech.judge.rubric import ASSESSED, OUT_OF_ROLE
+from ia_mech.judge.rubric import ASSESSED, FOLLOW_UP, OUT_OF_ROLE
 from ia_mech.likelihood.carried import CANDIDATES, QueryBits, bits_by_query
 from ia_mech.likelihood.reaction import by_query
 from ia_mech.rates.gate import VERDICTS
 from ia_mech.rates.load import JudgedTurns
+from ia_mech.run import Run
+from ia_mech.run.labels import KEY
 from ia_mech.run.queries import Query
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # these load torch
+    from torch import Tensor
+
     from ia_mech.engine.score import Turn
     from ia_mech.engine.state import Prefilled
+    from ia_mech.lens import Lens
 
 LEAST_QUERIES = 3  # a scale is fitted on other queries, and a penalty chosen on others again
 TOKENS = 24  # of a turn: nearly all of the bits come before (docs/locate.md)
@@ -231,33 +239,17 @@ def _row(
     unit: SiblingContexts, cell: Cell, recipient: int, turn: tuple, scores: np.ndarray
 ) -> dict[str, Any]:
     followed, temperature, sample, _ = turn
-    whole, first = scores.T.tolist()
-    return {
-        "site": cell.term,
-        "layer": cell.layer,
-        "recipient": recipient,
-        "followed": followed,
-        "temperature": temperature,
-        "sample": sample,
-        "own": followed - (followed > recipient),
-        "context_id": unit.context_ids[followed],
-        **dict(zip(SCORES, whole, strict=True)),
-        **dict(zip(FIRST_SCORES, first, strict=True)),
-    }
+    row = {"site": cell.term, "layer": cell.layer, "recipient": recipient, "followed": followed}
+    row |= {"temperature": temperature, "sample": sample, "own": followed - (followed > recipient)}
+    row["context_id"] = unit.context_ids[followed]
+    return row | dict(zip((*SCORES, *FIRST_SCORES), scores.T.ravel().tolist(), strict=True))
 
 
 def tokens_scored(
     cells: Sequence[Cell], turns: int, recipients: int, after: int, responses: int = 0
 ) -> int:
-    """About how many tokens are scored or written for a query.
-
-    Args:
-        cells: what is changed.
-        turns: of the four responses together.
-        recipients: how many.
-        after: tokens between a response and its turn.
-        responses: tokens of the four together, which masks compute anew.
-    """
+    """About how many tokens are scored or written for a query with so many turns, recipients,
+    tokens after each response, and tokens of the four together, which masks compute anew."""
     each, found = turns * CANDIDATES // RESPONSES * CANDIDATES, 0  # of a recipient
     for cell in cells:
         if cell.written:
@@ -281,15 +273,7 @@ def siblings_of(
     seed: int,
 ) -> SiblingContexts | None:
     """The first four different responses to a query, with a turn after each; None if it lacks them,
-    or what follows the response isn't the same in all.
-
-    Args:
-        chat: the model's chat format.
-        cells: what is changed.
-        recipients: how many of the responses, which are drawn.
-        temperatures: of the run.
-        seed: of what is drawn.
-    """
+    or what follows the response isn't the same in all. So many of them are drawn as recipients."""
     from ia_mech.engine.sampling import stream_key
 
     texts = query.responses
@@ -334,10 +318,8 @@ def placed_in(chat: Any, messages: list[dict]) -> tuple[int, int, dict[str, int]
 
 
 def with_own_scores(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows with the scores of their turns after the candidates' own contexts, too.
-
-    Turns that were written after hybrids have no others.
-    """
+    """Rows with the scores of their turns after the candidates' own contexts, too. Turns that were
+    written after hybrids have no others."""
     keys = ["source", "recipient", "followed", "temperature", "sample"]
     names = [*SCORES, *FIRST_SCORES]
     own = rows.loc[rows["site"] == OWN, [*keys, *names]]
@@ -362,8 +344,7 @@ def of_later_tokens(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def query_bits_of(rows: pd.DataFrame, seed: int) -> QueryBits | None:
-    """What the rows of one site tell; None if fewer than two queries have turns of all candidates.
-    ``rows`` are those of :func:`with_own_scores`."""
+    """What the rows of one site tell; None if not two queries have turns of all candidates."""
     rows = balanced_queries(rows)
     if rows["source"].nunique() < 2:
         return None
@@ -377,10 +358,8 @@ def balanced_queries(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def bits_by_cell(rows: pd.DataFrame, seed: int) -> BitsByCell:
-    """What cells tell, by temperature (None: all sampled turns, of whole sites).
-
-    ``rows`` are those of :func:`with_own_scores`.
-    """
+    """What cells tell, by temperature (None: all sampled turns, of whole sites); ``rows`` are those
+    of :func:`with_own_scores`."""
     found: BitsByCell = {}
     for t in [*sorted(set(rows["temperature"])), None]:
         here = rows[rows["temperature"] > 0 if t is None else rows["temperature"] == t]
@@ -416,17 +395,11 @@ def parts_of(turns: pd.DataFrame, category: str) -> pd.DataFrame:
 
 
 def shares_of(turns: pd.DataFrame, category: str, temperature: float) -> pd.DataFrame:
-    """The shares of contexts, measured in each half of their turns.
+    """The share of a category among the judged turns of contexts at a temperature, in each half.
 
-    Args:
-        turns: of :class:`ia_mech.rates.load.JudgedTurns`.
-        category: whose share it is.
-        temperature: of the turns that count.
-
-    Returns:
-        A row per context, indexed from 0: ``dataset``, ``source``, ``context_id``, ``unfinished``,
-        ``greedy`` (1 if the greedy turn is of it), :data:`CHOOSING`, :data:`SCORING`, and
-        ``share`` of both halves; NaN where nothing was judged.
+    A row per context, indexed from 0: ``dataset``, ``source``, ``context_id``, ``unfinished``,
+    ``greedy`` (1 if the greedy turn is of it), :data:`CHOOSING`, :data:`SCORING`, and ``share`` of
+    both halves; NaN where nothing was judged.
     """
     keys = ["dataset", "source", "context_id", "unfinished"]
     rows = turns[[*keys, "temperature", "sample"]].astype(dict.fromkeys(keys[:3], object))
@@ -443,14 +416,8 @@ def shares_of(turns: pd.DataFrame, category: str, temperature: float) -> pd.Data
 
 
 def rates_by_query(judged: JudgedTurns) -> pd.DataFrame:
-    """Rates of turns by temperature and query, and of the same turns shown after siblings.
-
-    Args:
-        judged: with decoys.
-
-    Returns:
-        One row per temperature and source with both verdicts: ``temperature``, ``dataset``,
-        ``source``, and :data:`OF_QUERIES`, means over its turns.
+    """Rates of turns, and of the same turns shown after siblings: a row per temperature and source
+    with both verdicts, ``temperature``, ``dataset``, ``source``, and :data:`OF_QUERIES`.
 
     Raises:
         UserError: no turn was judged after siblings.
@@ -468,3 +435,193 @@ def rates_by_query(judged: JudgedTurns) -> pd.DataFrame:
     rows = both[keys].astype({"temperature": float, "dataset": object, "source": object})
     rows = rows.assign(**{RATE: own, SIBLINGS: other, EXCESS: own - other})
     return rows.groupby(keys, sort=False).mean().reset_index()
+
+
+# -- first tokens: distributions that runs have kept, and lenses on them ---------------------------
+
+HEADER_LAST = "header_last"  # where the first token of the user turn is predicted
+LOGITS = 2**23  # most held at a time: 32 MiB, and a few times that for what is computed from them
+LEAST_FOLLOW_UPS = 0.5  # least share of follow-ups among the turns that a follow-up opening opens
+RESTATEMENTS = ("repeats_query", "repeats_response")
+OPENINGS = GREEDY, BEST = ("greedy's opening", "best follow-up opening")
+
+
+@dataclass(frozen=True)
+class Openings:
+    """How many follow-ups each token opened, and how many turns that repeat query or response: a
+    row per source, a column per id of a token that opened a sampled turn of either kind."""
+
+    follow_up: pd.DataFrame
+    restated: pd.DataFrame
+
+    @property
+    def ids(self) -> np.ndarray:
+        """``[tokens]`` of the columns, ascending."""
+        return self.follow_up.columns.to_numpy(dtype=np.int64)
+
+    def of_others(self, sources: Sequence[str]) -> list[np.ndarray]:
+        """``[contexts, tokens]``: of the turns of either kind that a token opens in other sources
+        than the context's, the share of each kind.
+
+        The shares of a token add up to 1, or are 0 if it opened none, so that no probability counts
+        twice. A row is NaN where no other source has a turn of the kind.
+        """
+        kinds = [
+            of.sum().to_numpy() - of.loc[list(sources)].to_numpy()
+            for of in (self.follow_up, self.restated)
+        ]
+        total = np.maximum(kinds[0] + kinds[1], 1)
+        return [np.where(of.sum(1, keepdims=True) > 0, of / total, np.nan) for of in kinds]
+
+
+def openings_of(turns: pd.DataFrame) -> Openings:
+    """Count the tokens that open sampled (not greedy) turns, at any temperature."""
+    sampled = turns[turns["temperature"] > 0]
+    first = sampled["token_ids"].map(lambda ids: int(ids[0])).astype(np.int64)
+    kinds = sampled["category"] == FOLLOW_UP, sampled["category"].isin(RESTATEMENTS)
+    ids = np.unique(first[kinds[0] | kinds[1]])
+    if not len(ids):  # some token that opened neither: its shares are NaN, an empty sum would be 0
+        ids = np.unique(first[:1])
+    where = {"index": sorted(turns["source"].unique()), "columns": ids, "fill_value": 0}
+    sources = sampled["source"].astype(object)
+    return Openings(*(pd.crosstab(sources[one], first[one]).reindex(**where) for one in kinds))
+
+
+def with_token_scores(turns: pd.DataFrame, runs: Sequence[Run]) -> pd.DataFrame:
+    """The turns with their tokens, the tokens' log-probabilities and ranks, and ``at``, the row of
+    their context.
+
+    Raises:
+        UserError: a run doesn't keep the first token's distribution.
+    """
+    written = []
+    for run in runs:
+        if run.settings["opening"] is not None:
+            raise UserError(
+                f"the turns of {run.path} begin after --opening: {HEADER_LAST} doesn't predict "
+                "them",
+                "give a run without",
+            )
+        if run.settings["header_logits"] != "full":
+            raise UserError(
+                f"{run.path} doesn't keep all header logits", "sample with --header-logits full"
+            )
+        row = {name: at for at, name in enumerate(run.contexts["context_id"])}
+        own = run.generations[[*KEY, "token_ids", "logprobs_raw", "ranks"]]
+        written.append(own.assign(run=str(run.path), at=own["context_id"].map(row).astype(int)))
+    return turns.merge(pd.concat(written), on=["run", *KEY], how="left", validate="one_to_one")
+
+
+def first_token_masses(
+    logits: "Tensor",
+    temperatures: Sequence[float],
+    turn_ends: Sequence[int],
+    opening_ids: np.ndarray,
+    shares: Sequence[np.ndarray],
+) -> np.ndarray:
+    """``[2 + shares, contexts, temperatures]``: entropy in nats, the probability of turn ends, and
+    the mass on each kind of opening.
+
+    Args:
+        logits: ``[contexts, vocab]`` at T = 1, up to a constant per context.
+        temperatures: above 0.
+        turn_ends: ids of the tokens that end a turn.
+        opening_ids: ``[tokens]`` ids.
+        shares: ``[contexts, tokens]`` arrays: the share of a token's probability that counts.
+    """
+    import torch
+
+    logits, columns = logits - logits.amax(-1, keepdim=True), []
+    for scaled in (logits / t for t in temperatures):
+        probability = scaled.softmax(-1)
+        # log Z − E[logit] needs no logarithm of a probability that underflowed.
+        expected = torch.einsum("cv,cv->c", probability, scaled)
+        opened = probability[:, list(opening_ids)].double()
+        masses = [(opened * torch.from_numpy(share)).sum(-1) for share in shares]
+        ends = probability[:, list(turn_ends)].sum(-1)
+        columns.append(torch.stack([scaled.logsumexp(-1) - expected, ends, *masses]).double())
+    return torch.stack(columns, dim=-1).numpy()
+
+
+def first_token_curves(
+    runs: Sequence[Run], contexts: pd.DataFrame, openings: Openings, temperatures: Sequence[float]
+) -> dict[str, np.ndarray]:
+    """``[contexts, temperatures]`` arrays of :func:`first_token_masses`: ``entropy``, ``turn_end``,
+    and the mass on openings of ``follow_up`` turns and of ``restated`` ones.
+
+    Args:
+        runs: that have passed :func:`with_token_scores`.
+        contexts: with ``run`` (the run's folder), ``at`` (the row in that run) and ``source``.
+        openings: of the runs' turns.
+        temperatures: above 0.
+    """
+    import torch
+
+    names = ("entropy", "turn_end", "follow_up", "restated")
+    found = np.full((len(names), len(contexts), len(temperatures)), np.nan)
+    shares = openings.of_others(contexts["source"])
+    stops = sorted({int(i) for run in runs for i in run.record["identity"]["chat"]["stop_ids"]})
+    for run in runs:
+        kept, mine = run.header_logits(), np.flatnonzero(contexts["run"] == str(run.path))
+        size = max(1, LOGITS // run.model["vocab"])
+        for here in (mine[start : start + size] for start in range(0, len(mine), size)):
+            logits = torch.stack([kept[int(at)] for at in contexts["at"].iloc[here]])
+            own = [share[here] for share in shares]
+            found[:, here] = first_token_masses(logits, temperatures, stops, openings.ids, own)
+    return dict(zip(names, found, strict=True))
+
+
+def lens_curves(
+    runs: Sequence[Run], contexts: pd.DataFrame, openings: Openings, lens: "Lens"
+) -> dict[str, np.ndarray]:
+    """The logit lens: every layer at ``header_last``, through final norm and unembedding.
+
+    Args:
+        runs, contexts, openings: as for :func:`first_token_curves`; contexts also with ``greedy``,
+            the token that opens the greedy turn.
+        lens: of the model.
+
+    Returns:
+        ``[contexts, layers]`` log-probabilities in nats of the token that opens the greedy turn
+        (:data:`GREEDY`), and of the likeliest other token (:data:`BEST`) whose turns in other
+        sources are follow-ups at least half of the time. NaN where there is none.
+    """
+    import torch
+
+    layers, own = list(runs[0].layers), contexts["greedy"].to_numpy()
+    ids = np.unique(np.concatenate([openings.ids, own]))
+    shares = np.zeros((len(contexts), len(ids)))
+    shares[:, np.searchsorted(ids, openings.ids)] = openings.of_others(contexts["source"])[0]
+    column = np.searchsorted(ids, own)
+    shares[np.arange(len(own)), column] *= 0.0  # greedy's token is no other opening; NaN stays
+    few = replace(lens, unembedding=lens.unembedding[torch.from_numpy(ids)])
+    found = np.full((2, len(own), len(layers)), np.nan)
+    bar = Bar()
+    bar.start("logit lens", len(runs) * len(layers), unit="layer")
+    try:
+        for run in runs:
+            mine = np.flatnonzero(contexts["run"] == str(run.path))
+            if HEADER_LAST not in run.positions or not len(mine):
+                continue
+            at = torch.from_numpy(contexts["at"].to_numpy()[mine])
+            for number, layer in enumerate(layers):
+                states = run.residuals(layer, HEADER_LAST)[at]
+                slices = [part.logsumexp(-1) for part in lens.logits_in_slices(states)]
+                total = torch.stack(slices).logsumexp(0)[:, None]
+                log_p = (few.logits(states) - total).double().numpy()
+                found[0, mine, number] = log_p[np.arange(len(mine)), column[mine]]
+                eligible = shares[mine] >= LEAST_FOLLOW_UPS
+                found[1, mine, number] = np.where(eligible, log_p, -np.inf).max(1)
+                bar.advance()
+    finally:
+        bar.stop()
+    none = np.isneginf(found[1]) | np.isnan(shares).any(1, keepdims=True)
+    found[1] = np.where(none, np.nan, found[1])
+    return dict(zip(OPENINGS, found, strict=True))
+
+
+def ahead_for_good(greedy: np.ndarray, rival: np.ndarray) -> np.ndarray:
+    """``[contexts, layers]``: 1 where the first of two log-probabilities is above the second in a
+    layer and in all later ones, else 0; NaN for a context that lacks a value in some layer."""
+    ahead = np.flip(np.logical_and.accumulate(np.flip(greedy > rival, 1), axis=1), 1)
+    return np.where(np.isnan(greedy + rival).any(1, keepdims=True), np.nan, ahead)

@@ -21,7 +21,7 @@ built-in judge runs at once; for another judge the message says which command to
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -33,23 +33,11 @@ from experiments.arms import Arm, conversations_of, verdicts_of
 from experiments.change import ask, contradict, other_response, shuffle_sentences, truncate
 from experiments.control import arm_estimates
 from experiments.experiment import Conclusion, Experiment, flag
-from experiments.figures import Bars, Drawing
-from experiments.tables import LEAST, only, out_of_reach, tables_of
+from experiments.shown import LEAST, Bars, Drawing, only, out_of_reach, tables_of
 from ia_mech.cli import whole_from
-from ia_mech.data.conversations import (
-    UNPERTURBED,
-    UNPERTURBED_RESPONSE,
-    USER_HEADER,
-    Conversation,
-)
+from ia_mech.data.conversations import UNPERTURBED, UNPERTURBED_RESPONSE, USER_HEADER, Conversation
 from ia_mech.errors import UserError
-from ia_mech.estimates import (
-    TidyEstimate,
-    all_datasets,
-    by_dataset,
-    holm_corrected,
-    shown_changes,
-)
+from ia_mech.estimates import TidyEstimate, all_datasets, by_dataset, holm_corrected, shown_changes
 from ia_mech.judge.judging import ON_UNPERTURBED
 from ia_mech.rates.compute import differences, rates
 from ia_mech.rates.evidence import FITS_ORIGINAL, UNCHANGED
@@ -61,11 +49,6 @@ from ia_mech.run.sources import sources_of
 REMOVE, SWAP, SHUFFLE, CONTRADICT = "remove", "swap", "shuffle", "contradict"
 TRUNCATE, QUESTION = "truncate", "generic_question"
 HEADER_ONLY, HEADER_ASSISTANT = "header_only", "header_assistant"
-CONDITIONS = {  # → the header that is opened
-    **dict.fromkeys((REMOVE, SWAP, TRUNCATE, QUESTION, SHUFFLE, CONTRADICT), USER_HEADER),
-    HEADER_ONLY: "alone",
-    HEADER_ASSISTANT: "assistant",
-}
 NAMES = {  # of conditions, as tables, figures and notes show them
     UNPERTURBED: UNCHANGED,
     REMOVE: "no response (remove)",
@@ -77,6 +60,8 @@ NAMES = {  # of conditions, as tables, figures and notes show them
     HEADER_ONLY: "no conversation (header_only)",
     HEADER_ASSISTANT: "assistant header (header_assistant)",
 }
+CONDITIONS = dict.fromkeys((one for one in NAMES if one != UNPERTURBED), USER_HEADER)
+CONDITIONS |= {HEADER_ONLY: "alone", HEADER_ASSISTANT: "assistant"}  # → the header that is opened
 CHANGES = {  # of the response, as sentences begin
     REMOVE: "Removing the response",
     SWAP: "Swapping the response for another query's",
@@ -102,34 +87,25 @@ COLUMNS = {  # of estimates; ``events`` are the turns with the outcome
 def apply_condition(
     conversation: Conversation, name: str, rng: np.random.Generator, swap: str = ""
 ) -> Conversation | None:
-    """A conversation under a condition; None if it would stay as it is.
+    """A conversation with its response, under a condition; None if it would stay as it is.
 
-    Query, system message, earlier turns, real follow-up, answer, dataset and ``source_id`` stay.
-
-    Args:
-        conversation: unperturbed, with its response.
-        name: one of :data:`CONDITIONS`.
-        rng: draws an order, a question, or a wrong answer.
-        swap: the response that the condition ``swap`` puts in place of its own.
-
-    Returns:
-        A conversation whose metadata hold the unperturbed response (``unperturbed_response``), the
-        id of its conversation (``unperturbed_id``), and how it was changed (``how``).
+    The draws are of an order, a question, or a wrong answer; ``swap`` is the response that the
+    condition ``swap`` puts in place of its own. The metadata hold the unperturbed response, the id
+    of its conversation, and how it was changed.
     """
-    own = conversation.response or ""
-    text, how = own, name
-    if name == REMOVE:
-        text = ""
-    elif name == SWAP:
-        text = swap
-    elif name == SHUFFLE:
-        text = shuffle_sentences(own, rng) or own
-    elif name == TRUNCATE:
-        text = truncate(own) or own
-    elif name == QUESTION:
-        text = ask(own, rng)
-    elif name == CONTRADICT:
+    own, how = conversation.response or "", name
+    changes: dict[str, Callable[[], str | None]] = {
+        REMOVE: lambda: "",
+        SWAP: lambda: swap,
+        SHUFFLE: lambda: shuffle_sentences(own, rng),
+        TRUNCATE: lambda: truncate(own),
+        QUESTION: lambda: ask(own, rng),
+    }
+    if name == CONTRADICT:
         text, how = contradict(own, conversation.answer, rng)
+    else:
+        found = changes.get(name, lambda: own)()
+        text = own if found is None else found
     if text == own and CONDITIONS[name] == USER_HEADER:
         return None
     about = {UNPERTURBED_RESPONSE: own, "unperturbed_id": conversation.id, "how": how}
@@ -161,14 +137,9 @@ class Perturbations(Experiment):
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
         turns = "turns per temperature, of those that the run has"
         flag(parser, "--samples", whole_from(1), 4, turns, metavar="N")
-        parser.add_argument(
-            "--conditions",
-            nargs="+",
-            choices=tuple(CONDITIONS),
-            default=list(CONDITIONS),
-            metavar="NAME",
-            help=f"changes to make, of {', '.join(CONDITIONS)} (default: all)",
-        )
+        of, every = f"changes to make, of {', '.join(CONDITIONS)} (default: all)", list(CONDITIONS)
+        how: dict[str, Any] = {"nargs": "+", "choices": every, "metavar": "NAME"}
+        parser.add_argument("--conditions", default=every, help=of, **how)
 
     # -- sampled ----------------------------------------------------------------------------------
 
@@ -181,7 +152,7 @@ class Perturbations(Experiment):
 
     @cached_property
     def base(self) -> pd.DataFrame:
-        """A row of ``Query.contexts`` per query: that of its first complete response, if any."""
+        """The contexts that are changed, of the queries that are used."""
         return first_complete(self.queries)
 
     @cached_property
@@ -285,14 +256,13 @@ class Perturbations(Experiment):
             )
 
     def follow_up_bits(self) -> pd.DataFrame:
-        """Contexts with a real follow-up: ``dataset``, ``source``, ``condition``, ``bits``."""
+        """Contexts with a real follow-up: ``dataset``, ``source``, ``condition`` and its bits."""
         (run,) = self.sampled.values()
-        frames = [self.base.assign(condition=UNPERTURBED)]
-        frames.append(run.contexts.assign(condition=run.contexts["perturbation"]))
-        frame = pd.concat(frames, ignore_index=True)
+        own = self.base.assign(perturbation=UNPERTURBED)
+        frame = pd.concat([own, run.contexts], ignore_index=True)
         bits = frame["real_follow_up_logprob"].astype(float) / np.log(2.0)
-        frame = frame.assign(source=sources_of(frame), bits=bits)
-        return frame[bits.notna()].reset_index(drop=True)
+        frame = frame.assign(source=sources_of(frame), condition=frame["perturbation"])
+        return frame.assign(**{BITS: bits})[bits.notna()].reset_index(drop=True)
 
     # -- estimated --------------------------------------------------------------------------------
 
@@ -305,7 +275,7 @@ class Perturbations(Experiment):
             found += rates(rows[here], by, **names)
             paired = {"within": "source", "seed": self.args.seed}
             found += differences(rows[here], by, before, **paired, **names)
-        scored = self.follow_up_bits().rename(columns={"bits": BITS})
+        scored = self.follow_up_bits()
         what = ["condition"], {BITS: (-np.inf, 0.0)}, {MINUS: before}, self.options
         for dataset, here in by_dataset(scored):
             found += arm_estimates(scored[here], *what, dataset)
@@ -355,23 +325,12 @@ class Perturbations(Experiment):
 
         model = self.runs[0].model["name"]
         found = all_datasets(found.assign(condition=found["condition"].map(NAMES)))
-        rows = only(found, DIFFERENCE)
-        made: dict[str, Drawing] = {
-            "rates": Bars(
-                gate_title(model, self.gate),
-                "change of the rate of follow-ups to the unchanged response",
-                rows,
-                names="condition",
-            )
-        }
-        rows = only(found, BITS_DIFFERENCE)
-        if len(rows):
-            made["real follow-ups"] = Bars(
-                f"{model} · real follow-ups",
-                "change of log p of real follow-ups, bits",
-                rows,
-                names="condition",
-            )
+        title, rows = gate_title(model, self.gate), only(found, DIFFERENCE)
+        change = "change of the rate of follow-ups to the unchanged response"
+        made: dict[str, Drawing] = {"rates": Bars(title, change, rows, names="condition")}
+        if len(rows := only(found, BITS_DIFFERENCE)):
+            title, change = f"{model} · real follow-ups", "change of log p of real follow-ups, bits"
+            made["real follow-ups"] = Bars(title, change, rows, names="condition")
         return made
 
     def data(self, rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
@@ -408,10 +367,8 @@ class Perturbations(Experiment):
                 "without any conversation are follow-ups less often. "
             )
         elif len(bare):
-            how = shown_changes(
-                bare, "are follow-ups less often by", "are follow-ups more often by"
-            )
-            how = how or "are not shown to be follow-ups less often"
+            ways = "are follow-ups less often by", "are follow-ups more often by"
+            how = shown_changes(bare, *ways) or "are not shown to be follow-ups less often"
             control = f"Turns that were written without any conversation {how}. "
         return Conclusion(" ".join(said) or nothing, f"{control}{self.gate.short}.")
 

@@ -1,6 +1,10 @@
 r"""Does training on user turns teach a model to react to the response, or only a turn's form?
 
 ``export`` writes training sequences, ``sft`` and ``grpo`` train, ``compare`` reports what changed.
+A sequence to train on holds the ids of a context as the main job makes them, and of the turn as it
+is tokenized in the dialogue. For GRPO (Shao et al. 2024, arXiv 2402.03300) a prompt is a context
+with its open user header, and a completion is the user turn.
+
 ``compare`` takes a judged run of the model before training and one of the trained model, over the
 same contexts with several responses per query. Two readers score the turns: the model that wrote
 them (I_K, the bits that turns tell about their response) and the model before training (evidence,
@@ -18,35 +22,31 @@ compare, 15 s of one core per query with 3 responses (135M); to train, minutes t
 """
 
 import argparse
+import importlib.util
 import json
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 
-from experiments.arms import verdicts_of
+from experiments.arms import conversations_of, verdicts_of
 from experiments.control import arm_estimates
-from experiments.experiment import Conclusion, Experiment, Model
-from experiments.figures import Bars, Drawing
-from experiments.outcome import (
-    EXCESS,
-    OF_QUERIES,
-    SiblingTurns,
-    rates_by_query,
-    unit_of,
-)
-from experiments.tables import only, tables_of
+from experiments.experiment import Conclusion, Experiment, Model, flag
+from experiments.outcome import EXCESS, OF_QUERIES, SiblingTurns, rates_by_query, unit_of
+from experiments.shown import Bars, Drawing, only, tables_of
 from ia_mech.cli import (
     Parser,
     above_zero,
     add_threads,
+    expanded,
     nonblank,
     path_of,
     run_command,
@@ -54,26 +54,33 @@ from ia_mech.cli import (
     tolerant_streams,
     whole_from,
 )
-from ia_mech.data.conversations import Conversation
+from ia_mech.data.conversations import Conversation, open_conversations
 from ia_mech.errors import UserError
-from ia_mech.estimates import (
-    TidyEstimate,
-    all_datasets,
-    by_dataset,
-    holm_corrected,
-)
+from ia_mech.estimates import TidyEstimate, all_datasets, by_dataset, holm_corrected
+from ia_mech.rates.load import open_runs
 from ia_mech.results import Table
-from ia_mech.run import Run
-from ia_mech.run.queries import Query
+from ia_mech.run import Run, layout
+from ia_mech.run.queries import Query, subsample
+from ia_mech.run.sources import source_key
+from ia_mech.settings import Settings
 
 if TYPE_CHECKING:  # these load torch
+    from transformers import Trainer
+
     from ia_mech.chat.format import ChatFormat
+    from ia_mech.models.load import ModelSpec, Subject
 
 CARD, SEQUENCES, HELD_OUT = "post_training.json", "sequences.parquet", "held-out.jsonl"
 BEFORE, AFTER, CHANGE = "before", "after", "change"
 SIDES = (BEFORE, AFTER)
 STOCK, ENDED = "stock trigrams", "ended by turn-end"
 INFORMATION, EVIDENCE = "I_K, bits", "evidence, bits"
+LOG = "log.jsonl"
+# The rank of LoRA's matrices, which are in all linear layers but the unembedding (Hu et al. 2021,
+# arXiv 2106.09685); alpha is twice the rank.
+RANK = 16
+WORST = -4.0  # bits: the lowest reward of a turn, since evidence has no lower bound
+IGNORED = -100  # the label of ids that carry no loss, as transformers and trl have it
 
 
 # -- what is trained on, and training -------------------------------------------------------------
@@ -89,127 +96,334 @@ def build_parser() -> argparse.ArgumentParser:
         ("grpo", "train by reward: the bits of evidence that a turn gives for its response"),
     ):
         command = commands.add_parser(name, help=what, description=f"{what.capitalize()}.")
-        _add_data(command)
+        command.add_argument(
+            "data", metavar="RUN", help="a run's folder, or conversations as --dataset takes them"
+        )
+        of_run = "the model to train (default: the run's, or the embedded one)"
+        add = partial(flag, command)
+        add("--model", nonblank, None, of_run, metavar="NAME")
+        apart = "queries that aren't trained on, the same for every --seed"
+        add("--held-out", whole_from(0), 20, apart, metavar="N")
+        longest = "most tokens of a sequence; longer ones are left out"
+        add("--max-tokens", whole_from(8), 1024, longest, metavar="N")
+        add("--seed", int, 0, "of training", metavar="N")
+        add("--out", path_of, None, "a new folder", metavar="FOLDER", required=True)
         if name != "export":
-            _add_training(command, rate={"sft": 5e-4, "grpo": 1e-4}[name])
-    commands.choices["sft"].add_argument(
-        "--epochs", type=above_zero, default=3.0, metavar="N", help="(default: 3)"
-    )
-    add = commands.choices["grpo"].add_argument
-    add("--steps", type=whole_from(1), default=100, metavar="N", help="(default: 100)")
-    add("--generations", type=whole_from(2), default=4, metavar="N", help="per prompt (default: 4)")
-    add("--max-new-tokens", type=whole_from(1), default=40, metavar="N", help="(default: 40)")
+            rate = {"sft": 5e-4, "grpo": 1e-4}[name]
+            add("--learning-rate", above_zero, rate, "", metavar="X")
+            add("--batch", whole_from(1), 8, "sequences", metavar="N")
+            add_threads(command)
+    flag(commands.choices["sft"], "--epochs", above_zero, 3.0, "", metavar="N")
+    add = partial(flag, commands.choices["grpo"])
+    add("--steps", whole_from(1), 100, "", metavar="N")
+    add("--generations", whole_from(2), 4, "per prompt", metavar="N")
+    add("--max-new-tokens", whole_from(1), 40, "", metavar="N")
     commands.add_parser("compare", help="what training changed", add_help=False)
     return parser
 
 
-def _add_data(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("data", metavar="RUN", help="a run's folder, or conversations as --dataset takes them")
-    of_run = "the model to train (default: the run's, or the embedded one)"
-    add("--model", type=nonblank, metavar="NAME", help=of_run)
-    apart = "queries that aren't trained on, the same for every --seed (default: 20)"
-    add("--held-out", type=whole_from(0), default=20, metavar="N", help=apart)
-    longest = "most tokens of a sequence; longer ones are left out (default: 1024)"
-    add("--max-tokens", type=whole_from(8), default=1024, metavar="N", help=longest)
-    add("--seed", type=int, default=0, metavar="N", help="of training (default: 0)")
-    add("--out", type=path_of, required=True, metavar="FOLDER", help="a new folder")
+# -- what comes in --------------------------------------------------------------------------------
 
 
-def _add_training(parser: argparse.ArgumentParser, rate: float) -> None:
-    add = parser.add_argument
-    add(
-        "--learning-rate", type=above_zero, default=rate, metavar="X", help="(default: %(default)g)"
+def read_conversations(data: str) -> tuple[list[Conversation], Run | None]:
+    """Conversations with a response, from a run or a dataset as ``--dataset`` names it; the run."""
+    if (expanded(data) / layout.RUN).is_file():
+        (run,) = open_runs([data])
+        indices = [None if pd.isna(k) else int(k) for k in run.contexts["response_index"]]
+        several = zip(conversations_of(run.contexts), indices, strict=True)
+        return [replace(one, response_index=k) for one, k in several], run
+    found = [one for one in open_conversations(data) if one.response is not None]
+    if not found:
+        raise UserError(
+            f"{shell_word(data)} holds no response",
+            "sample it with --response generate --responses 4, and give that run",
+        )
+    return found, None
+
+
+def model_of(run: Run | None, name: str | None) -> "tuple[ModelSpec, ChatFormat]":
+    """The model to train (None: the run's, or the embedded one) and its chat format, with the run's
+    chat settings."""
+    from ia_mech.collect.plan import build_chat
+    from ia_mech.models.load import ModelSpec, load_files, recall
+
+    if name is not None:
+        spec = ModelSpec(name=name)
+    else:
+        spec = ModelSpec() if run is None else recall(run.settings, run.model["weights_hash"])
+    settings = Settings() if run is None else Settings.read(run.settings)
+    return spec, build_chat(settings, load_files(spec))
+
+
+def split(
+    conversations: Sequence[Conversation], held_out: int
+) -> tuple[list[Conversation], list[Conversation]]:
+    """Conversations to train on, and those of ``held_out`` sources: the same for every seed."""
+    sources = list(dict.fromkeys(map(_source, conversations)))
+    if held_out >= len(sources):
+        raise UserError(
+            f"--held-out {held_out} leaves none of {len(sources)} queries to train on",
+            "hold out fewer",
+        )
+    apart = set(subsample(sources, held_out, 0))
+    kept = [one for one in conversations if _source(one) not in apart]
+    return kept, [one for one in conversations if _source(one) in apart]
+
+
+def _source(conversation: Conversation) -> str:
+    return source_key(conversation.dataset, conversation.source_id)
+
+
+# -- sequences ------------------------------------------------------------------------------------
+
+
+def sequence(chat: "ChatFormat", conversation: Conversation) -> tuple[list[int], list[int]]:
+    """Ids and labels that teach the conversation's user turn and its end.
+
+    A template that closes user turns with text has no token for the end, and none is taught.
+    """
+    context = chat.context(conversation.messages)
+    assert conversation.real_follow_up is not None
+    turn = chat.turn_ids(conversation.messages, context, conversation.real_follow_up).whole
+    return [*context.ids, *turn], [IGNORED] * len(context.ids) + turn
+
+
+def sequences(
+    chat: "ChatFormat", conversations: Sequence[Conversation], longest: int
+) -> pd.DataFrame:
+    """A row per conversation, all with a response and a real follow-up: ``input_ids``, ``labels``,
+    ``dataset``, ``source_id``, ``id`` and ``turn`` (the text that is learned).
+
+    Sequences of more than ``longest`` tokens are left out: cutting them would cut off the turn.
+    """
+    rows: list[dict[str, Any]] = []
+    for one in conversations:
+        try:
+            ids, labels = sequence(chat, one)
+        except UserError as error:
+            problem = f"conversation {one.id}: {error.problem}"
+            raise UserError(problem, error.remedy) from error
+        rows.append(
+            {"input_ids": ids, "labels": labels, "dataset": one.dataset}
+            | {"source_id": one.source_id, "id": one.id, "turn": one.real_follow_up}
+        )
+    kept = [row for row in rows if len(row["input_ids"]) <= longest]
+    if not kept:
+        shortest = min(len(row["input_ids"]) for row in rows)
+        raise UserError(
+            f"no sequence has at most {longest} tokens (the shortest has {shortest})",
+            "raise --max-tokens",
+        )
+    if left_out := len(rows) - len(kept):
+        of = f"{left_out} of {len(rows)} sequences"
+        print(f"note: {of} have more than {longest} tokens: left out.", file=sys.stderr)
+    return pd.DataFrame(kept)
+
+
+# -- what is rewarded -----------------------------------------------------------------------------
+
+
+def prompts(
+    chat: "ChatFormat", conversations: Sequence[Conversation], longest: int
+) -> tuple[list[dict[str, Any]], dict[str, list[list[int]]]]:
+    """Prompts of queries with several responses in contexts of at most ``longest`` tokens, and the
+    contexts' ids of each query.
+
+    ``trl`` tokenizes prompts itself. So a prompt is a text that the tokenizer turns into exactly
+    the ids of its context.
+    """
+    rows, contexts = [], {}
+    for source, responses in distinct_responses(conversations).items():
+        made = [(one, chat.context(one.messages)) for one in responses]
+        fitting = [(one, context) for one, context in made if len(context.ids) <= longest]
+        if len(fitting) < 2:
+            continue
+        contexts[source] = [context.ids for _, context in fitting]
+        for followed, (one, context) in enumerate(fitting):
+            prompt = _prompt(chat, context.text, context.ids, one.id)
+            row = {"prompt": prompt, "source": source, "followed": followed, "query": one.query}
+            rows.append(row)
+    if not rows:
+        raise UserError(
+            f"no query has two different responses in conversations of at most {longest} tokens",
+            "give a run that was sampled with --response generate --responses 4, or raise "
+            "--max-tokens",
+        )
+    return rows, contexts
+
+
+def distinct_responses(conversations: Iterable[Conversation]) -> dict[str, list[Conversation]]:
+    """By query, conversations whose responses differ and have words; queries with one are left
+    out."""
+    queries: dict[str, dict[str, Conversation]] = defaultdict(dict)
+    for one in conversations:
+        if one.response is not None and re.search(r"\w", one.response):
+            source = source_key(one.dataset, one.source_id)
+            queries[source].setdefault(one.response, one)
+    return {source: list(found.values()) for source, found in queries.items() if len(found) > 1}
+
+
+def _prompt(chat: "ChatFormat", text: str, ids: list[int], name: str) -> str:
+    """A context's text for the tokenizer, without what the tokenizer puts in front by itself."""
+    added = chat.template.decode(chat.tokenizer("")["input_ids"])
+    for one in (text, text.removeprefix(added)):
+        if chat.tokenizer(one)["input_ids"] == ids:
+            return one
+    raise UserError(
+        f"the tokenizer gives the text of context {name} other ids than its dialogue has",
+        "train with sft, which takes token ids",
     )
-    add("--batch", type=whole_from(1), default=8, metavar="N", help="sequences (default: 8)")
-    add_threads(parser)
+
+
+def reward(
+    reader: "Subject", contexts: Mapping[str, list[list[int]]]
+) -> Callable[..., list[float]]:
+    """A reward that ``trl`` calls with the columns of a batch: the bits of evidence that a turn
+    gives at T = 1 for its response among the query's, but never less than :data:`WORST`. The
+    reader, the model before training, doesn't change with the trained one.
+    """
+    from ia_mech.likelihood.reaction import evidence
+    from ia_mech.likelihood.scorer import after_each, score_turns
+
+    def bits(completion_ids: list[list[int]], source: list[str], followed: list[int], **_):
+        rewards = np.zeros(len(source))
+        rows_of = defaultdict(list)
+        for row, name in enumerate(source):
+            rows_of[name].append(row)
+        for name, rows in rows_of.items():
+            turns = [completion_ids[row] for row in rows]
+            scores = after_each(partial(score_turns, reader.model), contexts[name], turns)
+            whole = [[one.logprobs_raw.sum(dtype=np.float64) for one in each] for each in scores]
+            rewards[rows] = evidence(whole, [followed[row] for row in rows]).clip(WORST)
+        return rewards.tolist()
+
+    return bits
+
+
+# -- training -------------------------------------------------------------------------------------
+
+
+def trainer_of(
+    args: argparse.Namespace,
+    subject: "Subject",
+    chat: "ChatFormat",
+    data: Any,
+    rewarded: "Callable[..., list[float]] | None",
+) -> "Trainer":
+    """A trainer of an adapter: by ``rewarded`` on :func:`prompts`, or on :func:`sequences`."""
+    import torch
+    from datasets import Dataset
+    from peft import LoraConfig
+    from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+
+    tokenizer: Any = subject.tokenizer
+    cuda = torch.cuda.is_available()
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = chat.template.token(chat.stop_ids[0])
+    how = {
+        "output_dir": str(args.out),
+        "learning_rate": args.learning_rate,  # for AdamW, falling linearly to 0
+        "per_device_train_batch_size": args.batch,
+        "seed": args.seed,
+        "use_cpu": not cuda,
+        "bf16": cuda and torch.cuda.is_bf16_supported(),
+        "gradient_checkpointing": cuda,
+        "dataloader_pin_memory": cuda,
+        "logging_steps": 1,
+        "report_to": "none",
+        "save_strategy": "no",
+    }
+    lora = {"r": RANK, "lora_alpha": 2 * RANK, "target_modules": "all-linear"}
+    adapter = LoraConfig(**lora, task_type="CAUSAL_LM")
+    what = {"model": subject.model, "processing_class": tokenizer, "peft_config": adapter}
+    if rewarded is None:
+        sft = {"max_length": None, "train_sampling_strategy": "group_by_length"}
+        return SFTTrainer(
+            args=SFTConfig(**how, **sft, num_train_epochs=args.epochs),
+            train_dataset=Dataset.from_pandas(data[["input_ids", "labels"]], preserve_index=False),
+            **what,
+        )
+    subject.model.generation_config.eos_token_id = chat.stop_ids  # where trl ends completions
+    size = {"max_steps": args.steps, "num_generations": args.generations}
+    return GRPOTrainer(
+        reward_funcs=[rewarded],
+        args=GRPOConfig(**how, **size, temperature=1.0, max_completion_length=args.max_new_tokens),
+        train_dataset=Dataset.from_list(data),
+        **what,
+    )
+
+
+def train(trainer: "Trainer", subject: "Subject", folder: Path) -> None:
+    """Train, then write the adapter, which ``--adapter`` takes, and a log of the steps; nothing is
+    pickled."""
+    trainer.train()
+    model: Any = trainer.model
+    name = subject.spec.name
+    place = expanded(name)
+    base = str(place.resolve()) if place.exists() else name
+    model.peft_config["default"].base_model_name_or_path = base
+    model.save_pretrained(folder)
+    steps = [row for row in trainer.state.log_history if "loss" in row]
+    (folder / LOG).write_text("".join(json.dumps(row) + "\n" for row in steps))
 
 
 def export_or_train(args: argparse.Namespace) -> None:
     """Run ``export``, ``sft`` or ``grpo``. The card is written last."""
-    from experiments import training
     from ia_mech.collect.plan import probe_ids
     from ia_mech.engine.check import check_engine
     from ia_mech.models.load import load
     from ia_mech.run.layout import refuse_inside_run, refuse_unwritable
 
-    if args.command != "export":
-        training.require()
+    trains, rewards = args.command != "export", args.command == "grpo"
+    if trains and any(importlib.util.find_spec(name) is None for name in ("trl", "peft")):
+        raise UserError("training needs trl and peft", "install them: pip install 'ia-mech[train]'")
     refuse_inside_run(args.out / SEQUENCES)
     refuse_unwritable(args.out)
     if args.out.is_dir() and any(args.out.iterdir()):
         raise UserError(f"{args.out} isn't empty", "name a new folder with --out")
-    conversations, run = training.read_conversations(args.data)
-    spec, chat = training.model_of(run, args.model)
-    if args.command != "export" and spec.adapter is not None:
+    conversations, run = read_conversations(args.data)
+    spec, chat = model_of(run, args.model)
+    if trains and spec.adapter is not None:
         raise UserError(
             f"{args.data} is of a model with an adapter, on which no second one can be trained",
             "give the base model's run",
         )
-    kept, apart = training.split(conversations, args.held_out)
+    kept, apart = split(conversations, args.held_out)
     card = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
-    if args.command == "grpo":
+    data: Any
+    if rewards:
         if args.batch % args.generations:
             raise UserError(
                 f"--batch {args.batch} isn't a multiple of --generations {args.generations}",
                 f"give --batch {args.generations} or {2 * args.generations}",
             )
-        rows, contexts = training.prompts(chat, kept, args.max_tokens)
-        summary = f"{len(rows)} prompts of {len(contexts)} queries"
+        data, contexts = prompts(chat, kept, args.max_tokens)
+        summary = f"{len(data)} prompts of {len(contexts)} queries"
+    elif kept := [one for one in kept if one.real_follow_up]:
+        data = sequences(chat, kept, args.max_tokens)
+        summary = f"{len(data)} user turns"
     else:
-        table = training_sequences(args, chat, kept)
-        summary = f"{len(table)} user turns"
-    args.out.mkdir(parents=True, exist_ok=True)
-    if args.command != "grpo":
-        table.to_parquet(args.out / SEQUENCES, index=False)
-    text = "".join(json.dumps(one.to_dict(), ensure_ascii=False) + "\n" for one in apart)
-    (args.out / HELD_OUT).write_text(text, encoding="utf-8")
-    print(f"{summary}; {len(apart)} conversations are held out")
-    if args.command != "export":
-        subject = load(spec)
-        card["base"] = subject.describe()
-        tuning = training.Tuning(args.learning_rate, args.batch, args.seed, args.out)
-        with redirect_stdout(sys.stderr):  # trainers print to stdout
-            if args.command == "sft":
-                training.sft(subject, chat, table, tuning, args.epochs)
-            else:
-                reader = load(spec)
-                check_engine(reader.model, probe_ids(chat))
-                training.grpo(
-                    subject,
-                    chat,
-                    rows,
-                    [training.reward(reader, contexts)],
-                    tuning,
-                    max_steps=args.steps,
-                    num_generations=args.generations,
-                    max_completion_length=args.max_new_tokens,
-                )
-    (args.out / CARD).write_text(json.dumps(card, indent=1) + "\n")
-    print(f"wrote {args.out}", file=sys.stderr)
-
-
-def training_sequences(
-    args: argparse.Namespace, chat: "ChatFormat", kept: list[Conversation]
-) -> pd.DataFrame:
-    """The sequences of the conversations that have a real follow-up.
-
-    Raises:
-        UserError: none has one, or :mod:`experiments.training` refuses them.
-    """
-    from experiments import training
-
-    kept = [one for one in kept if one.real_follow_up]
-    if not kept:
         raise UserError(
             f"{shell_word(args.data)} holds no real follow-up after a response",
             "give conversations that go on with a user turn",
         )
-    table = training.sequences(chat, kept, args.max_tokens)
-    if left_out := len(kept) - len(table):
-        of = f"{left_out} of {len(kept)} sequences"
-        print(f"note: {of} have more than {args.max_tokens} tokens: left out.", file=sys.stderr)
-    return table
+    args.out.mkdir(parents=True, exist_ok=True)
+    if not rewards:
+        data.to_parquet(args.out / SEQUENCES, index=False)
+    text = "".join(json.dumps(one.to_dict(), ensure_ascii=False) + "\n" for one in apart)
+    (args.out / HELD_OUT).write_text(text, encoding="utf-8")
+    print(f"{summary}; {len(apart)} conversations are held out")
+    if trains:
+        subject, rewarded = load(spec), None
+        card["base"] = subject.describe()
+        with redirect_stdout(sys.stderr):  # trainers print to stdout
+            if rewards:
+                reader = load(spec)
+                check_engine(reader.model, probe_ids(chat))
+                rewarded = reward(reader, contexts)
+            train(trainer_of(args, subject, chat, data, rewarded), subject, args.out)
+    (args.out / CARD).write_text(json.dumps(card, indent=1) + "\n")
+    print(f"wrote {args.out}", file=sys.stderr)
 
 
 # -- before and after -----------------------------------------------------------------------------
@@ -217,9 +431,8 @@ def training_sequences(
 
 @dataclass(frozen=True)
 class ReadTurns(SiblingTurns):
-    """Turns after the responses to one query, read by the model before or after training.
-
-    The model before training reads the turns of both models, the tuned model only its own.
+    """Turns after the responses to one query, read by the model before or after training: the first
+    reads the turns of both models, the tuned model only its own.
 
     Attributes:
         weights: the hash of the reader's weights.
@@ -254,12 +467,7 @@ class Compare(Experiment):
         return parser
 
     def read(self) -> None:
-        """The two runs, over the same contexts.
-
-        Raises:
-            UserError: there aren't two runs, their weights are the same, their contexts differ, or
-                they have no sampled turns.
-        """
+        """The two runs, over the same contexts."""
         if len(self.runs) != 2:
             what = "one run" if len(self.runs) == 1 else f"{len(self.runs)} runs"
             raise UserError(

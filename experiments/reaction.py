@@ -29,28 +29,13 @@ import pandas as pd
 from experiments.arms import Arm
 from experiments.control import QueryValues, estimate_means
 from experiments.experiment import Conclusion, Experiment, flag
-from experiments.figures import Drawing, Lines
-from experiments.outcome import (
-    LEAST_QUERIES,
-    SiblingTurns,
-    mean_by_query,
-    turns_of,
-    unit_of,
-)
-from experiments.paraphrase import (
-    REQUESTED,
-    Wordings,
-    choose_response,
-    closeness,
-    perturbed_conversation,
-    rewording_requests,
-    usable_wordings,
-)
-from experiments.tables import only, sentence_of, tables_of
+from experiments.outcome import LEAST_QUERIES, SiblingTurns, mean_by_query, turns_of, unit_of
+from experiments.shown import Drawing, Lines, only, sentence_of, tables_of
 from ia_mech.cli import whole_from
+from ia_mech.data.conversations import Conversation
 from ia_mech.errors import UserError
 from ia_mech.estimates import TidyEstimate, all_datasets, holm_corrected
-from ia_mech.likelihood.copying import GROUPS, copy_features
+from ia_mech.likelihood.copying import GROUPS, copy_features, stems
 from ia_mech.likelihood.reaction import (
     bits_by_token,
     choice_bits,
@@ -64,6 +49,7 @@ from ia_mech.results import Table
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 from ia_mech.run.queries import Query, exchange, queries_of, subsample
+from ia_mech.run.sources import split_source
 
 # What an estimate is of: the runs' responses, those that are finished, or the control.
 ALTERNATIVES, COMPLETE = "alternatives", "complete responses"
@@ -73,10 +59,6 @@ DIFFERENCE = "I_K minus the control's, bits"
 READABLE, GREEDY_DIFFERENCE = "readable bits", "greedy turns' readable bits minus these"
 COPIED, BEYOND = "copy bits (lower bound)", "beyond copy, bits (upper bound)"
 DIFFERENT = "greedy turns that differ"
-PHASES = {  # of sampling, as they are shown while they run
-    REQUESTED: "control, step 1 of 2: the model words one response to each query in several ways",
-    WORDINGS: "control, step 2 of 2: turns are sampled after these wordings",
-}
 CLOSENESS = ("words kept", "trigrams kept", "length ratio")
 MOST_RESPONSES = 4  # that headline and control tell apart
 MOST_CONTROLLED = 60  # queries that have the control
@@ -84,22 +66,112 @@ MOST_TOKENS = 24  # of the curve of bits by token
 SURPLUS = 3  # times as many wordings are written as are needed: some are no good
 REWORDING_TEMPERATURE = 0.6  # at 1 the embedded model copies a text or loses it
 ROOM = 1.25  # tokens that a wording may have, in those of the longest response
+REQUESTED = "to_reword"  # the name of contexts that ask for a wording
+REQUEST = """\
+Write the text below again in other words. Say all that it says, with the same facts, names and \
+numbers, in the same order and at about the same length. Add nothing, and answer with the new text \
+alone.
+
+{text}"""
+SHORTEST, LONGEST = 0.5, 2.0  # times the original's length, in words
+LEAST_KEPT, MOST_COPIED = 0.5, 0.8  # shares of the original's content words, and of its trigrams
+LONG = 4  # fewest letters of a content word
+PHASES = {  # of sampling, as they are shown while they run
+    REQUESTED: "control, step 1 of 2: the model words one response to each query in several ways",
+    WORDINGS: "control, step 2 of 2: turns are sampled after these wordings",
+}
+Wordings = dict[str, tuple[int, list[str]]]  # source → which response, and texts that say the same
+
+# -- wordings of one response ----------------------------------------------------------------------
+
+
+def choose_response(query: Query, among: Sequence[int], seed: int) -> int:
+    """Draw which response to a query, ``among`` these, is worded in other ways."""
+    from ia_mech.engine.sampling import stream_key
+
+    rng = np.random.default_rng([*stream_key(seed, query.source, 0), 1])
+    return int(rng.choice(among))
+
+
+def rewording_requests(reworded: Mapping[str, int], queries: Sequence[Query]) -> list[Conversation]:
+    """Conversations in which a user asks for one response to each query (source → which) in other
+    words."""
+    texts = [REQUEST.format(text=query.responses[reworded[query.source]]) for query in queries]
+    return [
+        perturbed_conversation(query, None, [{"role": "user", "content": text}], REQUESTED)
+        for query, text in zip(queries, texts, strict=True)
+    ]
+
+
+def perturbed_conversation(
+    query: Query, index: int | None, messages: Sequence[dict], kind: str
+) -> Conversation:
+    """Messages as a conversation with a query's source, marked as perturbed by ``kind``: no
+    estimate pools it with unperturbed ones."""
+    _, source = split_source(query.source)
+    return Conversation(
+        id=f"{source}/{kind}" if index is None else f"{source}/{kind}/r{index}",
+        source_id=source,
+        dataset=query.dataset,
+        messages=tuple(messages),
+        perturbation=kind,
+        response_index=index,
+    )
+
+
+def usable_wordings(
+    run: Run, reworded: Mapping[str, int], queries: Sequence[Query], count: int
+) -> Wordings:
+    """The first ``count`` usable wordings of each response, from a run over
+    :func:`rewording_requests`; responses with fewer are left out. A wording that was cut off, or
+    equals another, isn't usable either.
+    """
+    answers = {query.source: query for query in queries_of([run], REQUESTED)}
+    found: Wordings = {}
+    for query in queries:
+        k, answer = reworded[query.source], answers[query.source]
+        whole = zip(answer.responses, answer.complete, strict=True)
+        texts = dict.fromkeys(text.strip() for text, complete in whole if complete)
+        own = query.responses[k]
+        kept = [one for one in texts if one not in ("", own.strip()) and is_usable(one, own)]
+        if len(kept) >= count:
+            found[query.source] = k, kept[:count]
+    return found
+
+
+def is_usable(text: str, original: str) -> bool:
+    """Whether a text has about the original's length, keeps its content and doesn't copy it."""
+    close = closeness(text, original)
+    long = SHORTEST <= close["length ratio"] <= LONGEST
+    copied = close["trigrams kept"] > MOST_COPIED  # False for NaN: less than three words
+    return long and close["words kept"] >= LEAST_KEPT and not copied
+
+
+def closeness(text: str, original: str) -> dict[str, float]:
+    """How close a text is to another; NaN where that has no words.
+
+    ``words kept`` is the share of its different content words that the text has (stems of words of
+    four letters and more, numbers, words in other scripts), ``trigrams kept`` that of its runs of
+    any three words, which show the wording.
+    """
+    words, own = stems(text), stems(original)
+    content = {one for one in own if len(one) >= LONG or not (one.isascii() and one.isalpha())}
+    mine, theirs = ({*zip(some, some[1:], some[2:], strict=False)} for some in (words, own))
+    return {
+        "words kept": len(content & {*words}) / len(content) if content else np.nan,
+        "trigrams kept": len(mine & theirs) / len(theirs) if theirs else np.nan,
+        "length ratio": len(words) / len(own) if own else np.nan,
+    }
+
 
 # -- measure ---------------------------------------------------------------------------------------
 
 
 def with_bits(queries: Sequence[Query], rows: pd.DataFrame) -> pd.DataFrame:
-    """The turns of an arm's queries with their likelihoods and bits.
-
-    Args:
-        queries: of the arm, in the order in which they were measured.
-        rows: what was measured of each turn.
-
-    Returns:
-        One row per turn with the columns of ``Query.turns``; ``whole`` and ``reader`` ``[K]``, the
-        log-likelihood in nats at the turn's own temperature and at T = 1; and, of sampled turns,
-        ``reaction_bits``, ``evidence``, ``identified`` and ``bits_by_token`` ``[tokens]``.
-    """
+    """The turns of queries, in the order in which they were measured, with what was measured:
+    ``whole`` and ``reader`` ``[K]``, the log-likelihood in nats at the turn's own temperature and
+    at T = 1; and, of sampled turns, ``reaction_bits``, ``evidence``, ``identified`` and
+    ``bits_by_token`` ``[tokens]``."""
     count = len(queries[0].contexts)
     turns = pd.concat([query.turns for query in queries], ignore_index=True)
     each = [values.reshape(count, -1) for values in rows["own"]]
@@ -176,11 +248,8 @@ class Reaction(Experiment):
             )
 
         first = {q.source for q in subsample(self.queries, MOST_CONTROLLED, args.seed)}
-        self.controlled = [
-            query
-            for query in self.used
-            if query.source in first and len(self.compared[query.source]) >= self.size
-        ]
+        enough = {source for source, some in self.compared.items() if len(some) >= self.size}
+        self.controlled = [query for query in self.used if query.source in first & enough]
         self.wordings: Wordings = {}
         self.reworded = {
             query.source: choose_response(query, self.compared[query.source], args.seed)
@@ -329,16 +398,12 @@ class Reaction(Experiment):
     ) -> Iterator[QueryValues]:
         """Copy bits as groups of features are added in their order, and what is beyond them."""
         texts = turns.groupby("source")["text"]
-        features = np.concatenate(
-            [
-                copy_features(
-                    texts.get_group(query.source).tolist(),
-                    exchange(query.dialogues[0])[0],
-                    query.responses,
-                )
-                for query in self.used
-            ]
-        )
+
+        def features_of(query: Query) -> np.ndarray:
+            asked = exchange(query.dialogues[0])[0]
+            return copy_features(texts.get_group(query.source).tolist(), asked, query.responses)
+
+        features = np.concatenate([features_of(query) for query in self.used])
         own, seed = (turns["followed"], turns["source"]), self.args.seed
         columns: list[int] = []
         count = features.shape[1]
@@ -371,19 +436,17 @@ class Reaction(Experiment):
                     yield QueryValues(quantity, values, {"term": term}, least=0, most=most)
 
     def data(self, rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
-        columns = [*KEY, "dataset", "source_id", "text", "followed"]
-        columns += ["finish_reason", "complete", "reaction_bits", "evidence"]
-        columns += ["identified", "readable_bits", "bits_by_token"]
+        columns = [*KEY, "dataset", "source_id", "text", "followed", "finish_reason", "complete"]
+        columns += ["reaction_bits", "evidence", "identified", "readable_bits", "bits_by_token"]
         complete = ~self.turns["response_unfinished"].astype(bool)
         return {"turns": self.turns.assign(complete=complete)[columns]}
 
     def headline(self, estimates: pd.DataFrame) -> pd.DataFrame:
         """The estimates that the sentence is about, and beside them those of all responses."""
         term = COMPLETE if COMPLETE in set(estimates["term"]) else ALTERNATIVES
-        wanted = estimates["quantity"].isin([INFORMATION, SAME_QUERIES])
-        return estimates[
-            (estimates["term"] == term) & (estimates["responses"] == self.size) & wanted
-        ]
+        mine = estimates["quantity"].isin([INFORMATION, SAME_QUERIES])
+        mine &= (estimates["term"] == term) & (estimates["responses"] == self.size)
+        return estimates[mine]
 
     def conclude(self, estimates: pd.DataFrame) -> Conclusion:
         head, wordings = self.headline(estimates), estimates[estimates["term"] == WORDINGS]
@@ -496,17 +559,9 @@ class Reaction(Experiment):
     def figures(self, estimates: pd.DataFrame) -> Mapping[str, Drawing]:
         model, whole = self.runs[0].model["name"], all_datasets(estimates)
         main = whole[whole["term"] == ALTERNATIVES]
-        return {
-            "tokens": Lines(
-                f"{model} · bits by token",
-                "token of the turn",
-                "bits that it adds",
-                only(main, "bits by token"),
-                across="token",
-                by="temperature",
-                levels={"": 0.0},
-            ),
-        }
+        words, rows = (f"{model} · bits by token", "token of the turn"), only(main, "bits by token")
+        how: dict[str, Any] = {"across": "token", "by": "temperature", "levels": {"": 0.0}}
+        return {"tokens": Lines(*words, "bits that it adds", rows, **how)}
 
 
 def compared_responses(queries: Sequence[Query], most: int) -> tuple[int, dict[str, list[int]]]:

@@ -29,14 +29,12 @@ import pandas as pd
 
 from experiments.control import centred_states, halves_of, permuted_probes, random_directions
 from experiments.experiment import Conclusion, Experiment, flag
-from experiments.figures import Bars, Drawing
-from experiments.fit import MOST_DOSE, Dosing, Steered, SteeredContext, steered_context
-from experiments.tables import only, tables_of
+from experiments.fit import FILE, KEY, MOST_DOSE, Dosing, Steered, SteeredContext, steered_context
+from experiments.shown import Bars, Drawing, only, tables_of
 from ia_mech.cli import above_zero, path_of
 from ia_mech.errors import UserError
 from ia_mech.estimates import Group, TidyEstimate, all_datasets, by_dataset, p_value, paired_row
 from ia_mech.results import Table
-from ia_mech.run import labels
 from ia_mech.run.queries import Query
 from ia_mech.stats import Estimate, permutation_p
 from ia_mech.steering import ADD, TURN, SteeringVector
@@ -53,20 +51,13 @@ PERMUTED, RANDOM = "probes of permuted labels", "random directions"
 UNFITTED = "Fitted directions favour axes of low variance, these don't: p may be too small. "
 KL, ODDS = "KL at the header", "log-odds, change"
 BEYOND, RANK = "log-odds, change beyond other directions'", "share of other directions that reach"
-KEY = ["run", *labels.KEY]  # of a turn
-FILE = "vector.safetensors"
 
 
 # -- estimate --------------------------------------------------------------------------------------
 
 
 def estimates(rows: pd.DataFrame, options: dict[str, Any]) -> Iterator[TidyEstimate]:
-    """Every estimate; each source weighs the same.
-
-    Args:
-        rows: of :func:`steer`, with ``source`` and ``dataset``.
-        options: ``level``, ``resamples`` and ``seed``.
-    """
+    """Every estimate of rows of :class:`Steered`; each source weighs the same."""
     for dataset, here in by_dataset(rows):
         wide = rows[here].pivot_table(index="source", columns="draw", values=["kl", "log_odds"])
         group = Group(wide.index.to_numpy(), options, {"dataset": dataset})
@@ -97,11 +88,7 @@ def is_shown(found: pd.DataFrame) -> bool:
 
 
 def vector_of_probe(probe: "Probe", path: Path) -> SteeringVector:
-    """A probe's logistic direction, to be added where the probe reads.
-
-    Raises:
-        UserError: its card, made by hand, doesn't say of which model it is.
-    """
+    """A probe's logistic direction, to be added where the probe reads."""
     import torch
 
     card = probe.card
@@ -120,16 +107,8 @@ def vector_of_probe(probe: "Probe", path: Path) -> SteeringVector:
 def contexts_of(
     query: Query, verdicts: pd.Series, vector: SteeringVector
 ) -> tuple[SteeredContext, ...]:
-    """A query's contexts with one follow-up by the judge and one other turn each.
-
-    Args:
-        query: with sampled turns.
-        verdicts: 1 of follow-ups, 0 of others, NaN without a verdict, by :data:`KEY`.
-        vector: whose layer and positions are steered.
-
-    Raises:
-        UserError: a context lacks a position.
-    """
+    """A query's contexts with one follow-up and one other turn each, by verdicts (1, 0, NaN without
+    one; by :data:`KEY`), steered where a vector says."""
     turns = query.turns[(query.turns["temperature"] > 0) & (query.turns["token_ids"].map(len) > 0)]
     keys = pd.MultiIndex.from_frame(turns[KEY])
     turns = turns.assign(label=verdicts.reindex(keys).to_numpy(dtype=float)).dropna(subset="label")
@@ -144,16 +123,6 @@ def contexts_of(
 
 
 class Steering(Experiment):
-    """See the module.
-
-    Attributes:
-        vector: along which the model is steered, once it is read with its dose.
-        choosing, reporting: the halves of the queries with turns to compare, each with its
-            contexts.
-        probe: that the direction is of, if it is of one.
-        directions: the direction, and ``others`` that it is compared with.
-    """
-
     name = "steering"
     judged = True
     queries_used = 40
@@ -204,11 +173,7 @@ class Steering(Experiment):
         return permuted_probes(states, data.outcome, penalty, *last)
 
     def _vector(self) -> SteeringVector:
-        """The direction.
-
-        Raises:
-            UserError: it is of another model, or nothing is steered before the turn's first token.
-        """
+        """The direction; refused if it is of another model, or steers no token before the turn."""
         from probes.card import Probe
 
         self.probe, self.others = None, RANDOM
@@ -223,35 +188,23 @@ class Steering(Experiment):
         names = self.runs[0].contexts["positions"].iloc[0]
         vector.check(model["layers"], model["d_model"], list(names))
         if set(vector.positions) == {TURN}:
-            raise UserError(
-                "steering the turn's tokens alone leaves the next token at the header as it is",
-                "give a vector with a position of the header, too",
-            )
+            alone = "steering the turn's tokens alone leaves the next token at the header as it is"
+            raise UserError(alone, "give a vector with a position of the header, too")
         return vector
 
     def _contexts(self) -> list[tuple[Query, tuple[SteeredContext, ...]]]:
-        """The queries with turns to compare, each with its contexts.
-
-        Raises:
-            UserError: fewer than four queries have such turns.
-        """
+        """The queries with turns to compare, each with its contexts."""
         judged = self.verdicts
-        self.gate = judged.gate
         keys = judged.turns[KEY].astype({"run": object, "context_id": object})
         verdicts = pd.Series(judged.turns["follow_up"].to_numpy(), pd.MultiIndex.from_frame(keys))
         each = [(query, contexts_of(query, verdicts, self.vector)) for query in self.queries]
         used = [one for one in each if one[1]]
+        which = "response after which the judge calls some turns follow-ups and not others"
         if len(used) < 4:
-            raise UserError(
-                f"{len(used)} queries have a response after which the judge calls some turns "
-                "follow-ups and not others",
-                "sample more turns (--samples), or more queries",
-            )
+            few = f"{len(used)} queries have a {which}"
+            raise UserError(few, "sample more turns (--samples), or more queries")
         if less := len(each) - len(used):
-            self.notes.append(
-                f"{less} queries have no response after which the judge calls some turns "
-                "follow-ups and not others; they are left out."
-            )
+            self.notes.append(f"{less} queries have no {which}; they are left out.")
         return used
 
     # -- measure ----------------------------------------------------------------------------------
@@ -278,11 +231,7 @@ class Steering(Experiment):
         return found
 
     def rows(self) -> pd.DataFrame:
-        """The turns of one half under the doses that the other has chosen.
-
-        Raises:
-            UserError: the direction, or too many of the others, don't reach the KL.
-        """
+        """The turns of one half under the doses that the other has chosen."""
         found = self.measure_units([self.dosing()], "doses of one KL")["dose"].to_numpy()
         reached = int((~np.isnan(found[1:])).sum())
         if np.isnan(found[0]) or reached < LEAST:

@@ -49,7 +49,7 @@ from experiments.locate import (
     strongest_windows,
 )
 from experiments.outcome import EXCESS
-from experiments.tables import estimates_of, headline, print_plan, too_few
+from experiments.shown import estimates_of, headline, print_plan, too_few
 from ia_mech.cli import (
     Parser,
     add_ray,
@@ -103,15 +103,8 @@ NO_VERDICT = f"not said whether follow-ups are latent: that takes {LEAST} querie
 
 @dataclass(frozen=True)
 class Stage:
-    """One command of a study.
-
-    Attributes:
-        name: as it is printed.
-        module: whose ``main`` it is.
-        words: its command line.
-        optional: a study goes on where the run doesn't hold what this needs.
-        result: the folder of its result in the run, where it has one.
-    """
+    """One command of a study: the ``main`` of a module. A study goes on where the run doesn't hold
+    what an optional one needs. ``result`` is the folder of its result in the run, if it has one."""
 
     name: str
     module: str
@@ -121,13 +114,7 @@ class Stage:
 
     def run(self, run: Path) -> int:
         """Do it, and print its answer alone, in one line, or all that it says where it fails.
-
-        Args:
-            run: the folder of the study's run.
-
-        Returns:
-            The exit status.
-        """
+        Returns the exit status."""
         with redirect_stdout(io.StringIO()) as said:
             status = importlib.import_module(self.module).main(self.words)
         print(said.getvalue() if status else f"{self.name}: {self._answer(Run.open(run))}")
@@ -166,12 +153,10 @@ def stages(args: argparse.Namespace) -> list[Stage]:
             words, result = [run, "--target", target], f"probe-{target}-{{judge}}"
             found.append(Stage(f"probes {target}", "probes.train", words, True, result))
     if args.where:
-        samples = [run, "--samples", str(args.samples)]
-        for name, module, words, place in (
-            ("interchange", "experiments.interchange", samples, "interchange"),
-            ("learned vector", "experiments.learned_vector", [run, "--quick"], "learned-vector"),
-        ):
-            found.append(Stage(name, module, words, True, place))
+        samples, quick = [run, "--samples", str(args.samples)], [run, "--quick"]
+        for place, words in zip(WHERE, (samples, quick), strict=True):
+            module = f"experiments.{place.replace('-', '_')}"
+            found.append(Stage(place.replace("-", " "), module, words, True, place))
     modelless = ("judge", "rates", "probes")
     for name, lacking in (("workers", modelless), ("ray", modelless), ("threads", ("judge",))):
         if (value := getattr(args, name)) is not None:
@@ -185,22 +170,16 @@ def stages(args: argparse.Namespace) -> list[Stage]:
 
 
 def result(out: Path) -> Result:
-    """The study's own result, from those of its stages.
-
-    Raises:
-        UserError: a stage has no result yet.
-    """
+    """The study's own result, from those of its stages."""
     run = Run.open(out / "run")
     located = read(folder_of(run.path, "locate"))
     elicited = read(folder_of(run.path, "elicit"))
     judge = elicited.about["judge"]
     rows = pd.read_parquet(folder_of(run.path, "locate") / "rows.parquet")
     verdicts = run.labels.judgements(judge, [*KEY, "follow_up"]).dropna()
-    verdicts = verdicts[run.drawn(verdicts)]
-    verdicts = verdicts.astype({"context_id": object, "follow_up": float})
-    verdicts = (
-        verdicts.groupby(["context_id", "temperature", "sample"])["follow_up"].mean().reset_index()
-    )
+    verdicts = verdicts[run.drawn(verdicts)].astype({"context_id": object, "follow_up": float})
+    of_turn = ["context_id", "temperature", "sample"]
+    verdicts = verdicts.groupby(of_turn)["follow_up"].mean().reset_index()
     of_follow_ups = estimates_of(
         follow_up_bits(rows, verdicts, OPTIONS), Locate.columns, OPTIONS["level"]
     )
@@ -231,6 +210,7 @@ def result(out: Path) -> Result:
         read(wording).control if kind_of(wording) else UNWORDED,
         *more,
     ]
+    sites = drawings(located.estimates, run.model["name"])["sites"]
     made = Result(
         name=NAME,
         question=QUESTION,
@@ -238,9 +218,7 @@ def result(out: Path) -> Result:
         control=" ".join(control),
         estimates=found,
         tables=[_bits_table(located.estimates), *elicited.tables[:1]],
-        figures={
-            "sites": with_style(drawings(located.estimates, run.model["name"])["sites"].draw)()
-        },
+        figures={"sites": with_style(sites.draw)()},
         notes=list(dict.fromkeys([*located.notes, *elicited.notes])),
         about={"kind": NAME, **about_runs([run], [judge])},
     )
@@ -276,9 +254,8 @@ def build_parser() -> Parser:
         usage="%(prog)s MODEL [options]",
         description=(__doc__ or "").strip(),
     )
-    parser.add_argument(
-        "model", type=nonblank, metavar="MODEL", help="an embedded model, a hub id …"
-    )
+    what = "an embedded model, a hub id …"
+    parser.add_argument("model", type=nonblank, metavar="MODEL", help=what)
     add, switch = partial(flag, parser), partial(parser.add_argument, action="store_true")
     add("--dataset", nonblank, "builtin:study", "of the queries", metavar="DATA")
     add("--queries", whole_from(4), None, "(default: 60)", metavar="N")
@@ -290,20 +267,13 @@ def build_parser() -> Parser:
     add("--maps", str, None, maps, nargs="*", choices=MAPS, metavar="MAP")
     fewer = "of the stage locate, 1 to 4: fewer take less time and give wider intervals "
     add("--recipients", int, None, f"{fewer}(default: 4)", choices=range(1, 5), metavar="N")
-    switch(
-        "--unfinished",
-        help="take responses as they come, cut off or not, instead of drawing finished ones",
-    )
+    as_they_come = "take responses as they come, cut off or not, instead of drawing finished ones"
+    switch("--unfinished", help=as_they_come)
     switch("--skip-unusable", help="leave out rows that can't be used, instead of refusing")
-    switch(
-        "--wording",
-        help="also how much turns tell about wordings of one response, written by the model",
-    )
-    switch(
-        "--where",
-        help="also whether follow-ups travel with a state, and after which layers a vector makes "
-        "turns react to the response (hours)",
-    )
+    wordings = "also how much turns tell about wordings of one response, written by the model"
+    switch("--wording", help=wordings)
+    states = "also whether follow-ups travel with a state, and after which layers a vector makes "
+    switch("--where", help=f"{states}turns react to the response (hours)")
     switch("--quick", help=f"{QUICK} queries, one sample, one recipient; no maps, no probes")
     add("--out", path_of, None, "where all of it goes (default: cache/study-MODEL)", metavar="DIR")
     switch("--dry-run", help="say what is done, and stop")
@@ -340,11 +310,7 @@ def with_defaults(args: argparse.Namespace) -> argparse.Namespace:
 
 def _study(args: argparse.Namespace) -> int | None:
     if args.where and args.samples < APART:
-        more = (
-            f"leave --quick out and give --samples {APART}"
-            if args.quick
-            else f"give --samples {APART}"
-        )
+        more = "leave --quick out and " * args.quick + f"give --samples {APART}"
         raise UserError(
             f"--where takes {APART} turns a conversation; there are {args.samples}", more
         )

@@ -25,18 +25,26 @@ import numpy as np
 import pandas as pd
 
 from experiments.experiment import Conclusion, Experiment
-from experiments.figures import FLOOR, Bars, Drawing, Lines
-from experiments.first_token import (
+from experiments.outcome import (
     BEST,
     GREEDY,
     ahead_for_good,
-    check_logits,
     first_token_curves,
     lens_curves,
     openings_of,
     with_token_scores,
 )
-from experiments.tables import LEAST, only, out_of_reach, sentence_of, tables_of
+from experiments.shown import (
+    FLOOR,
+    LEAST,
+    Bars,
+    Drawing,
+    Lines,
+    only,
+    out_of_reach,
+    sentence_of,
+    tables_of,
+)
 from ia_mech.errors import UserError
 from ia_mech.estimates import (
     ALL,
@@ -50,7 +58,7 @@ from ia_mech.estimates import (
 )
 from ia_mech.judge.decoys import WRONG
 from ia_mech.rates.compute import differences, floors, rates
-from ia_mech.results import Table, table_of
+from ia_mech.results import Table
 from ia_mech.run.labels import KEY
 
 GRID = (*(round(0.1 * step, 1) for step in range(3, 16)), 1.75, 2.0)
@@ -59,6 +67,11 @@ RATE = "follow-up rate"
 RATE_DIFFERENCE = f"{RATE}: difference"
 DEEPER = "gap where greedy leaves minus other turns'"  # after the same response and temperature
 OTHER_TURNS = ("all others", "others but degenerate ones")
+LEFT = {  # medians, by the column of :func:`leaving_point`
+    "token": "token where greedy leaves",
+    "rank": "rank where greedy leaves",
+    "gap": "median gap where greedy leaves",
+}
 TOKENS, MASS = "effective number of first tokens", "mass on openings"
 LENS, AHEAD = "log p by the lens", "greedy ahead for good"
 COLUMNS = {
@@ -71,18 +84,11 @@ COLUMNS = {
 
 
 def leaving_point(turn: Any, greedy: Any) -> dict[str, float]:
-    """Where greedy decoding leaves a sampled turn after the same response.
+    """Where greedy decoding leaves a sampled turn after the same response: ``token`` and ``rank``
+    there (from 1), and ``gap``, the log-probability of greedy's token minus that of the turn's at
+    T = 1, in nats; NaN where greedy writes the same turn.
 
-    Up to that token both are the same, so their stored log-probabilities there are of one
-    distribution, and their difference is exact.
-
-    Args:
-        turn: with ``token_ids``, ``logprobs_raw`` and ``ranks``.
-        greedy: the greedy turn, likewise.
-
-    Returns:
-        ``token`` (its number, from 1), ``rank`` (from 1) and ``gap`` (log-probability of greedy's
-        token minus that of the turn's at T = 1, in nats); NaN where greedy writes the same turn.
+    Before that token both are the same, so the stored log-probabilities are of one distribution.
     """
     ids, others = np.asarray(turn.token_ids), np.asarray(greedy.token_ids)
     shared = min(len(ids), len(others))
@@ -95,18 +101,11 @@ def leaving_point(turn: Any, greedy: Any) -> dict[str, float]:
 
 
 def against_others(frame: pd.DataFrame, column: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Follow-ups compared with the other turns of the same context at the same temperature.
+    """``[rows]`` values of a column, minus the mean of the turns of the same context and
+    temperature that aren't follow-ups; which of them are follow-ups; their sources.
 
-    From every value the mean of those other turns is taken off. So contexts or temperatures with
-    many follow-ups are never compared with ones that have few. Contexts without both kinds of turns
-    are left out.
-
-    Args:
-        frame: ``context``, ``temperature``, ``source``, ``follow_up`` and the column.
-        column: of it; NaN is left out.
-
-    Returns:
-        ``[rows]`` centred values; which of them are follow-ups; their sources.
+    Contexts or temperatures with many follow-ups are so never compared with ones that have few.
+    Contexts without both kinds of turns are left out.
     """
     kept = frame[frame[column].notna()]
     cells = kept.groupby(["context", "temperature"])["follow_up"]
@@ -121,18 +120,6 @@ def against_others(frame: pd.DataFrame, column: str) -> tuple[np.ndarray, np.nda
 
 
 class TemperatureSweep(Experiment):
-    """See the module.
-
-    Attributes:
-        turns: one row per user turn: as ``JudgedTurns.turns``, with its tokens, their
-            log-probabilities and their ranks.
-        contexts: one row per context: ``dataset``, ``source``, ``run`` (a run that has it), ``at``
-            (its row there), ``greedy`` (the token that opens its greedy turn).
-        grid: temperatures of the first token.
-        first: name → ``[contexts, temperatures]``, of the first token.
-        log_p: name → ``[contexts, layers]`` by the lens, in nats; empty without a lens.
-    """
-
     name = "temperature_sweep"
     judged, loads, mixed = True, False, True
     columns = COLUMNS
@@ -151,15 +138,14 @@ class TemperatureSweep(Experiment):
                 "sample the same conversations with --temperatures 0.7 1 1.3, or give such a run "
                 "too",
             )
-        for run in self.runs:
-            check_logits(run)
         self.grid = sorted({*GRID, *(t for t in sampled if t >= EXACT_FROM)})
         self.decoys = judged.decoys
         self.turns = with_token_scores(judged.turns, self.runs)
         greedy = self.turns[self.turns["temperature"] == 0].reset_index(drop=True)  # once each
-        self.contexts = greedy[["dataset", "source", "run"]].astype(object)
-        self.contexts = self.contexts.assign(
-            at=greedy["at"], greedy=[int(ids[0]) for ids in greedy["token_ids"]]
+        self.contexts = (
+            greedy[["dataset", "source", "run"]]
+            .astype(object)
+            .assign(at=greedy["at"], greedy=[int(ids[0]) for ids in greedy["token_ids"]])
         )
         self.notes += judged.notes
         if missing := int(self.turns["follow_up"].isna().sum()):
@@ -227,8 +213,6 @@ class TemperatureSweep(Experiment):
             group = Group(own["source"].to_numpy(), self.options, {"dataset": dataset})
             for t, at in own.groupby("temperature"):
                 found += depth_estimates(group, at, temperature=float(t))
-                found += depth_differences(group, at, temperature=float(t))
-
         return holm_corrected(found)
 
     # -- shown ------------------------------------------------------------------------------------
@@ -255,11 +239,7 @@ class TemperatureSweep(Experiment):
         made += tables_of(
             f"where greedy decoding leaves a turn ({self.intervals})",
             found,
-            {
-                "token where greedy leaves": ("token", 0),
-                "rank where greedy leaves": ("rank", 0),
-                "median gap where greedy leaves": ("gap", 2),
-            },
+            {LEFT[name]: (name, 2 * (name == "gap")) for name in LEFT},
             index=("dataset", "temperature", "term"),
             rows="turns",
             legend="Medians at the first token that isn't greedy's: its number, its rank, and the "
@@ -281,31 +261,25 @@ class TemperatureSweep(Experiment):
             TOKENS: ("effective tokens", 1),
             "mass on turn-end": ("turn-end", ".0e"),
         }
-        made.append(
-            table_of(
-                f"the first token by temperature ({self.intervals})",
-                all_datasets(found),
-                first,
-                rows="conversations",
-                legend="Entropy in nats; effective tokens: exp(entropy); turn-end: probability of "
-                "ending the turn at once.",
-                full=True,
-            )
+        made += tables_of(
+            f"the first token by temperature ({self.intervals})",
+            all_datasets(found),
+            first,
+            rows="conversations",
+            legend="Entropy in nats; effective tokens: exp(entropy); turn-end: probability of "
+            "ending the turn at once.",
+            full=True,
         )
-        if (found["quantity"] == AHEAD).any():
-            made.append(
-                table_of(
-                    f"greedy's opening by layer, logit lens ({self.intervals})",
-                    all_datasets(found),
-                    {AHEAD: ("ahead for good", 2)},
-                    index=("layer",),
-                    rows="conversations",
-                    legend="From this layer on to the last, greedy's opening is likelier than the "
-                    "best follow-up opening (header_last).",
-                    full=True,
-                )
-            )
-        return made
+        return made + tables_of(
+            f"greedy's opening by layer, logit lens ({self.intervals})",
+            all_datasets(found),
+            {AHEAD: ("ahead for good", 2)},
+            index=("layer",),
+            rows="conversations",
+            legend="From this layer on to the last, greedy's opening is likelier than the best "
+            "follow-up opening (header_last).",
+            full=True,
+        )
 
     def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
         from ia_mech.rates.figures import gate_title  # loads matplotlib
@@ -313,23 +287,17 @@ class TemperatureSweep(Experiment):
         title, pooled = gate_title(self.runs[0].model["name"], self.gate), all_datasets(found)
         floor = only(pooled, "floor").assign(dataset=FLOOR)
         shares = pd.concat([only(found, RATE), floor])
+        t, tokens = "temperature (0 = greedy)", only(found, TOKENS)
         made: dict[str, Drawing] = {
-            "rates": Lines(
-                title, "temperature (0 = greedy)", "share of turns", shares, by="dataset"
-            ),
-            "first_token": Lines(
-                title, "temperature", TOKENS, only(found, TOKENS), by="dataset", log=True
-            ),
+            "rates": Lines(title, t, "share of turns", shares, by="dataset"),
+            "first_token": Lines(title, "temperature", TOKENS, tokens, by="dataset", log=True),
         }
-        mass = only(pooled, MASS)
-        if mass["value"].notna().any():
+        if (mass := only(pooled, MASS))["value"].notna().any():
             made["openings"] = Lines(title, "temperature", "probability", mass)
-        deep = only(pooled, DEEPER)
-        if len(deep):
+        if len(deep := only(pooled, DEEPER)):
             words = "gap to the greedy turn: follow-ups minus other turns, nats"
             made["hidden"] = Bars(title, words, deep, names="temperature", by="term")
-        lens = only(pooled, LENS)
-        if len(lens):
+        if len(lens := only(pooled, LENS)):
             up = "log p at header_last, nats"
             made["lens"] = Lines(title, "layer (0 = embeddings)", up, lens, across="layer")
         return made
@@ -382,36 +350,32 @@ def first_token_estimates(
     group: Group, first: dict[str, np.ndarray], temperatures: Sequence[float]
 ) -> Iterator[TidyEstimate]:
     """Of ``[contexts, temperatures]`` arrays, as :func:`first_token_curves` makes them."""
-    for column, t in enumerate(temperatures):
-        at = {name: values[:, column] for name, values in first.items()}
-        names: dict[str, Any] = {"temperature": float(t)}
-        yield _clipped(group.mean("first token's entropy", at["entropy"], **names), 0)
-        yield _clipped(group.mean(TOKENS, np.exp(at["entropy"]), **names), 1)
-        yield _clipped(group.mean("mass on turn-end", at["turn_end"], **names), 0, 1)
-        for kind, term in (("follow_up", "follow-ups"), ("restated", "repetitions")):
-            mass = group.mean(MASS, at[kind], term=f"{term}' openings", **names)
-            yield _clipped(mass, 0, 1)
-        less = at["follow_up"] - at["restated"]
-        yield _clipped(group.mean(f"{MASS}, follow-ups minus repetitions", less, **names), -1, 1)
+    opened = first["follow_up"], first["restated"]
+    for quantity, term, values, *ends in (
+        ("first token's entropy", None, first["entropy"], 0, np.inf),
+        (TOKENS, None, np.exp(first["entropy"]), 1, np.inf),
+        ("mass on turn-end", None, first["turn_end"], 0, 1),
+        (MASS, "follow-ups' openings", opened[0], 0, 1),
+        (MASS, "repetitions' openings", opened[1], 0, 1),
+        (f"{MASS}, follow-ups minus repetitions", None, opened[0] - opened[1], -1, 1),
+    ):
+        names: dict[str, Any] = {"term": term} if term else {}
+        for t, column in zip(temperatures, values.T, strict=True):
+            yield _clipped(group.mean(quantity, column, temperature=float(t), **names), *ends)
 
 
 def depth_estimates(group: Group, turns: pd.DataFrame, **names: Any) -> Iterator[TidyEstimate]:
-    """Of follow-ups and of others: where greedy leaves them, and how far below it."""
-    for kind, term in ((1.0, "follow-ups"), (0.0, "others")):
-        at = turns[turns["follow_up"] == kind]
-        own = replace(group, sources=at["source"].to_numpy())
-        if len(at):
-            yield own.median("token where greedy leaves", at["token"], term=term, **names)
-            yield own.median("rank where greedy leaves", at["rank"], term=term, **names)
-            yield own.median("median gap where greedy leaves", at["gap"], term=term, **names)
-
-
-def depth_differences(group: Group, turns: pd.DataFrame, **names: Any) -> Iterator[TidyEstimate]:
-    """The gap of follow-ups minus that of the others of the same context and temperature.
+    """Of follow-ups and of others: where greedy leaves them, and how far below it. And the gap of
+    follow-ups minus that of the others of the same context and temperature.
 
     Noise that leads far from greedy also garbles, and what is garbled isn't a follow-up. So
     follow-ups are also compared with the well-formed others alone.
     """
+    for kind, term in ((1.0, "follow-ups"), (0.0, "others")):
+        at = turns[turns["follow_up"] == kind]
+        own = replace(group, sources=at["source"].to_numpy())
+        for column, quantity in LEFT.items() if len(at) else ():
+            yield own.median(quantity, at[column], term=term, **names)
     for term, rows in zip(OTHER_TURNS, (turns, turns[turns["category"] != GARBLED]), strict=True):
         centred, follow_up, sources = against_others(rows, "gap")
         if follow_up.any():

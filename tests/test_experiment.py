@@ -21,8 +21,8 @@ from shell import Outcome, call, files, refusal, worked
 import ia_mech.engine.score as score_module
 from experiments.arms import Arm, conversations_of
 from experiments.experiment import Conclusion, Experiment, modules_of, output_folder
-from experiments.figures import Bars
 from experiments.learned_vector import LearnedVector
+from experiments.shown import Bars
 from ia_mech.collect.command import main as sample
 from ia_mech.estimates import TidyEstimate
 from ia_mech.rates.gate import Gate
@@ -301,7 +301,7 @@ def test_kept_rows_depend_on_what_the_measuring_module_imports_and_on_no_table()
     importlib.import_module("experiments.steering")
     used = modules_of(frozenset({"experiments.steering"}))
     assert {"experiments.steering", "experiments.fit"} <= used  # steered turns are made in fit
-    assert not {"experiments.experiment", "experiments.tables", "experiments.figures"} & used
+    assert not {"experiments.experiment", "experiments.shown"} & used
 
 
 def test_a_unit_that_memory_is_too_small_for_is_measured_in_smaller_passes(

@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from experiments.tables import sentence_of, tables_of
+from experiments.shown import sentence_of, tables_of
 from ia_mech.estimates import few_sources, smallest_effect
 from ia_mech.stats import paired_difference
 

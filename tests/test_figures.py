@@ -10,7 +10,7 @@ import pytest
 from matplotlib.collections import PolyCollection
 from matplotlib.image import imread
 
-from experiments.figures import Bars, Lines
+from experiments.shown import Bars, Lines
 from experiments.temperature_sweep import RATE, TemperatureSweep
 from ia_mech import display
 from ia_mech.display import (

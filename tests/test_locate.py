@@ -61,7 +61,7 @@ from experiments.outcome import (
     query_bits_of,
     with_own_scores,
 )
-from experiments.tables import estimates_of
+from experiments.shown import estimates_of
 from ia_mech.chat.format import ChatFormat
 from ia_mech.likelihood.carried import CEILING, bits_by_query
 

@@ -17,7 +17,7 @@ from runs import sampled
 from scipy.special import log_softmax
 from test_temperature_sweep import judged, sweep_of
 
-from experiments.first_token import GREEDY
+from experiments.outcome import GREEDY
 from ia_mech.engine.workers import Team
 from ia_mech.lens import save_lens
 from ia_mech.models.load import ModelSpec, Subject, weights_hash

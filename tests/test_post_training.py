@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from shell import call, refusal
 
-from experiments import post_training, training
+from experiments import post_training
 from experiments.post_training import main
 from ia_mech.chat.format import ChatFormat
 from ia_mech.collect.command import main as sample
@@ -57,7 +57,7 @@ def dialogue(family: str, one: Conversation) -> str:
 def test_exactly_the_users_tokens_and_the_turn_end_carry_loss(family, response):
     one = conversation(response)
     tokenizer = families.build(family)
-    ids, labels = training.sequence(ChatFormat(tokenizer), one)
+    ids, labels = post_training.sequence(ChatFormat(tokenizer), one)
     # Where the turn stands in the dialogue, from characters alone.
     text = dialogue(family, one)
     start = text.rindex(one.real_follow_up)
@@ -67,9 +67,11 @@ def test_exactly_the_users_tokens_and_the_turn_end_carry_loss(family, response):
     following = tokenizer.convert_ids_to_tokens(whole["input_ids"][inside[-1] + 1 :])
     closing = inside[-1] + 2 if following[0] == "Ċ" else inside[-1] + 1
     assert ids == whole["input_ids"][: closing + 1]
-    taught = [i for i, label in enumerate(labels) if label != training.IGNORED]
+    taught = [i for i, label in enumerate(labels) if label != post_training.IGNORED]
     assert taught == [*range(inside[0], closing + 1)]
-    assert all(label in (training.IGNORED, token) for label, token in zip(labels, ids, strict=True))
+    assert all(
+        label in (post_training.IGNORED, token) for label, token in zip(labels, ids, strict=True)
+    )
     assert tokenizer.convert_ids_to_tokens(ids[-1]) in {
         *("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|assistant|>", "<|end|>"),
         *("<｜Assistant｜>", "[/INST]", "</s>", "[|assistant|]", "<extra_id_1>", "<|message_sep|>"),
@@ -97,27 +99,27 @@ def several(queries=6, count=8) -> list[Conversation]:
 def test_equal_and_empty_responses_are_no_alternatives():
     same = [replace(one, source_id="q") for one in several(1, 3)]
     doubled = [*same, replace(same[0], id="q/r9"), conversation("…", None, source_id="q")]
-    assert [*training.distinct_responses(doubled).values()] == [same]
-    assert training.distinct_responses(same[:1]) == {}
+    assert [*post_training.distinct_responses(doubled).values()] == [same]
+    assert post_training.distinct_responses(same[:1]) == {}
 
 
 def test_sequences_that_are_too_long_are_left_out(tokenizer):
     chat = ChatFormat(tokenizer)
     made = [replace(one, real_follow_up="Why " * n) for n, one in enumerate(several(), start=1)]
-    lengths = training.sequences(chat, made, 1000)["input_ids"].map(len)
+    lengths = post_training.sequences(chat, made, 1000)["input_ids"].map(len)
     longest = int(lengths.median())
-    short = training.sequences(chat, made, longest)
+    short = post_training.sequences(chat, made, longest)
     assert len(lengths) == 48 and len(short) == (lengths <= longest).sum() < 48
     with pytest.raises(UserError, match="no sequence has at most 8 tokens"):
-        training.sequences(chat, made, 8)
+        post_training.sequences(chat, made, 8)
 
 
 def test_sources_are_held_out_whole():
-    kept, apart = training.split(several(), 2)
+    kept, apart = post_training.split(several(), 2)
     assert len({one.source_id for one in apart}) == 2 and len(apart) == 16
     assert not {one.source_id for one in kept} & {one.source_id for one in apart}
     with pytest.raises(UserError, match="leaves none of 6 queries"):
-        training.split(several(), 6)
+        post_training.split(several(), 6)
 
 
 # --- what is rewarded
@@ -135,13 +137,13 @@ def test_stock_phrases_are_trigrams_of_turns_after_other_queries():
 def test_prompts_are_texts_that_the_tokenizer_reads_as_the_context():
     for family in ("smollm2", "llama3_1", "gemma3", "gpt_oss"):
         chat = ChatFormat(families.build(family))
-        rows, contexts = training.prompts(chat, several(2, 3), 1000)
+        rows, contexts = post_training.prompts(chat, several(2, 3), 1000)
         assert len(rows) == 6 and set(contexts) == {row["source"] for row in rows}
         for row in rows:
             ids = contexts[row["source"]][row["followed"]]
             assert chat.tokenizer(row["prompt"])["input_ids"] == ids
     with pytest.raises(UserError, match="no query has two different responses in conversations"):
-        training.prompts(chat, several(2, 3), 20)
+        post_training.prompts(chat, several(2, 3), 20)
 
 
 def by_full_passes(model, contexts, ids) -> list[float]:
@@ -154,15 +156,15 @@ def test_the_reward_is_the_evidence_for_the_response_as_the_model_before_trainin
     tiny_subject,
 ):
     chat = ChatFormat(tiny_subject.tokenizer)
-    rows, contexts = training.prompts(chat, several(2, 3), 1000)
+    rows, contexts = post_training.prompts(chat, several(2, 3), 1000)
     texts = ("What is 17 times", "on and on and on")
     ids = [[*chat.template.encode(text)[0], chat.stop_ids[0]] for text in texts]
     batch = {name: [rows[0][name], rows[4][name]] for name in rows[0]} | {"completion_ids": ids}
-    bits = training.reward(tiny_subject, contexts)(**batch)
+    bits = post_training.reward(tiny_subject, contexts)(**batch)
     for at, row in enumerate((rows[0], rows[4])):
         logprobs = by_full_passes(tiny_subject.model, contexts[row["source"]], ids[at])
         wanted = evidence([logprobs], [row["followed"]])[0]
-        assert bits[at] == pytest.approx(max(wanted, training.WORST), abs=1e-2)
+        assert bits[at] == pytest.approx(max(wanted, post_training.WORST), abs=1e-2)
 
 
 @pytest.fixture
@@ -199,7 +201,7 @@ def test_export_writes_sequences_and_what_is_held_out(spoken, tiny_model_dir, tm
 def test_what_cant_be_trained_on_is_refused(spoken, tiny_model_dir, tmp_path, capfd, monkeypatch):
     silent = str(written(tmp_path / "silent.jsonl", [one.to_dict() for one in several(3, 1)]))
     unanswered = str(written(tmp_path / "unanswered.jsonl", [{"messages": TURNS[:1]}]))
-    monkeypatch.setattr(training.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(post_training.importlib.util, "find_spec", lambda name: None)
     for words, problem in (
         (["export", silent], f"{silent} holds no real follow-up after a response"),
         (["export", unanswered], f"{unanswered} holds no response"),
@@ -302,7 +304,7 @@ def test_sft_learns_exactly_the_labels_and_leaves_an_adapter_to_merge(
     table = pd.read_parquet(tuned / "sequences.parquet")
     losses = []
     for ids, labels in zip(table["input_ids"], table["labels"], strict=True):
-        start = int((labels == training.IGNORED).sum())
+        start = int((labels == post_training.IGNORED).sum())
         turn = ids[start:].tolist()
         logits = full_logits(tiny_subject.model, ids[:start].tolist(), turn)
         losses += (-logits.log_softmax(-1)[range(len(turn)), turn]).tolist()

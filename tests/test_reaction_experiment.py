@@ -13,8 +13,7 @@ from shell import call
 
 from experiments.experiment import Model
 from experiments.outcome import SiblingTurns
-from experiments.paraphrase import closeness, usable_wordings
-from experiments.reaction import Reaction, compared_responses, main
+from experiments.reaction import Reaction, closeness, compared_responses, main, usable_wordings
 from ia_mech.collect.command import main as sample
 from ia_mech.engine.check import check_engine
 from ia_mech.errors import UserError

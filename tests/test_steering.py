@@ -18,6 +18,7 @@ from experiments import fit, steering
 from experiments.control import permuted_probes, random_directions
 from experiments.experiment import Model
 from experiments.fit import Dosing, Steered, SteeredContext, doses_of_equal_kl, effects
+from experiments.shown import estimates_of
 from experiments.steering import (
     BEYOND,
     DIRECTION,
@@ -31,7 +32,6 @@ from experiments.steering import (
     is_shown,
     main,
 )
-from experiments.tables import estimates_of
 from ia_mech.collect.command import main as sample
 from ia_mech.engine.blocks import find_blocks
 from ia_mech.engine.intervene import Add

@@ -15,14 +15,14 @@ from runs import sampled as make_run
 from safetensors.torch import load_file
 from shell import call, refusal
 
-from experiments.first_token import (
+from experiments.outcome import (
     BEST,
     GREEDY,
     ahead_for_good,
     first_token_masses,
     openings_of,
 )
-from experiments.tables import estimates_of
+from experiments.shown import estimates_of
 from experiments.temperature_sweep import (
     DEEPER,
     GARBLED,

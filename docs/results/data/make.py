@@ -20,9 +20,9 @@ import pandas as pd
 from scipy.stats import t as student_t
 
 from experiments.change import OWN
-from experiments.figures import Bars, Lines
 from experiments.locate import ALL_LAYERS, ALL_WRITTEN, PART_SITES
 from experiments.outcome import of_first_tokens, of_later_tokens, query_bits_of, with_own_scores
+from experiments.shown import Bars, Lines
 from ia_mech import Run
 from ia_mech.chat.template import message
 from ia_mech.collect.plan import build_chat, probe_ids
