@@ -277,6 +277,42 @@ def fused(states: Tensor, shape: list[int], weight: Tensor, epsilon: float) -> T
     return torch.nn.functional.rms_norm(states, shape, weight, epsilon)
 
 
+def test_after_a_capture_that_fails_a_thread_goes_on_with_its_own_stream(monkeypatch):
+    """``torch.cuda.graph`` makes its stream current, and leaves it so where ending fails; steps
+    that wait are found before a capture begins."""
+    now, modes, ran = ["own"], [], []
+
+    class Graph:
+        def __init__(self, graph, pool, stream, capture_error_mode):
+            self.stream = stream
+
+        def __enter__(self):
+            now[0] = self.stream
+
+        def __exit__(self, *error):
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    @contextlib.contextmanager
+    def on(stream):
+        before, now[0] = now[0], stream
+        try:
+            yield
+        finally:
+            now[0] = before
+
+    pretended = SimpleNamespace(
+        current_stream=lambda: now[0], current_device=lambda: 0, Stream=lambda: "side",
+        CUDAGraph=SimpleNamespace, graph=Graph, stream=on, set_sync_debug_mode=modes.append,
+    )  # fmt: skip
+    monkeypatch.setattr(torch, "cuda", pretended)
+    captured._side_stream.cache_clear()
+    with pytest.raises(RuntimeError, match="previous error"):
+        captured.capture(lambda: ran.append((now[0], modes[-1:])), None)
+    captured._side_stream.cache_clear()
+    assert ran == [("own", []), ("own", ["error"]), ("side", ["default"])]
+    assert now == ["own"]
+
+
 # -- the start-up check ----------------------------------------------------------------------------
 
 
