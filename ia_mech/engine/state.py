@@ -108,8 +108,8 @@ class State:
         for at, (mine, theirs) in enumerate(
             zip(self.cache.layers, other.cache.layers, strict=True)
         ):
-            if isinstance(mine, SharedLayer) and isinstance(theirs, SharedLayer):
-                mine.join(theirs)
+            if isinstance(mine, SharedLayer):
+                mine.join()
             else:
                 self.cache.layers[at] = rows_of([mine, theirs], everyone, length)
         self.mask = torch.cat([_of_width(state.mask, length) for state in both])
@@ -357,7 +357,8 @@ def expand(
     Args:
         groups: prefilled contexts, counted through all groups.
         contexts: ``[rows]``; those of a group come before those of the next.
-        room: most tokens that will be fed to a row; the same for rows that are to join each other.
+        room: most tokens that will be fed to a row. Rows that are to join each other are of the same
+            groups, with the same room.
         borrowed: what each row borrows, from any context of the groups; empty if no row does.
         copies: give each row a copy in every layer. Rows that are to become contexts need it, and
             so do gradients, which attention in parts doesn't have.
@@ -367,44 +368,33 @@ def expand(
         UserError: a row borrows in a layer that isn't shared.
     """
     engine, tokens = installed(model).engine, max(group.state.mask.shape[1] for group in groups)
-    ends = list(accumulate(len(group.logits) for group in groups))
-    firsts = [0, *ends]
-    group_of = [bisect(ends, context) for context in contexts]  # of each row
-    assert group_of == sorted(group_of)
-    used = sorted({*group_of, *(bisect(ends, one.context) for one in borrowed if one is not None)})
-    states = [groups[group].state for group in used]
-    index = [
-        torch.tensor(
-            [c - firsts[group] for c, own in zip(contexts, group_of, strict=True) if own == group]
-        ).long()
-        for group in used
-    ]
+    firsts = [0, *accumulate(len(group.logits) for group in groups)]
+    of_group: dict[int, list[int]] = {}  # the contexts of its rows, counted in it
+    for context in contexts:
+        group = bisect(firsts, context) - 1
+        of_group.setdefault(group, []).append(context - firsts[group])
+    assert list(of_group) == sorted(of_group)
+    index = [torch.tensor(own) for own in of_group.values()]
+    states = [groups[group].state for group in of_group]
     length = max(state.mask.shape[1] for state in states)
-    mask = torch.cat(
-        [_of_width(state.mask[at], length) for state, at in zip(states, index, strict=True)]
-    )
-    position = torch.cat([state.position[at] for state, at in zip(states, index, strict=True)])
+    rows = [(s.mask[at], s.position[at]) for s, at in zip(states, index, strict=True)]
+    mask = torch.cat([_of_width(masks, length) for masks, _ in rows])
+    position = torch.cat([positions for _, positions in rows])
     table = None
     cache = copy.copy(states[0].cache)
     cache.layers = []
-    for number, layers in enumerate(zip(*(s.cache.layers for s in states), strict=True), start=1):
+    every = zip(*(group.state.cache.layers for group in groups), strict=True)
+    for number, layers in enumerate(every, start=1):
         if not copies and engine.shares(layers[0], number, tokens, room):
             if table is None:
-                kept = [number for group in used for number in range(firsts[group], ends[group])]
-                number_of = {context: at for at, context in enumerate(kept)}
-                table = PrefixTable(
-                    [state.mask for state in states],
-                    [number_of[context] for context in contexts],
-                    [
-                        None if one is None else Borrowed(number_of[one.context], one.layers)
-                        for one in borrowed
-                    ],
-                    held(layers[0])[0].dtype,
-                )
+                masks = [group.state.mask for group in groups]
+                dtype = held(layers[0])[0].dtype
+                table = PrefixTable(masks, contexts, borrowed, dtype, length)
             most = max(places, len(contexts))
             cache.layers.append(SharedLayer(layers, table, number, room, most))
         else:
-            cache.layers.append(rows_of(layers, index, length, whole=copies))
+            mine = [layers[group] for group in of_group]
+            cache.layers.append(rows_of(mine, index, length, whole=copies))
     check_borrowed(borrowed, cache.layers)
     return State(cache, mask, position, table)
 
