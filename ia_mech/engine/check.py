@@ -95,8 +95,8 @@ def check_engine(model: PreTrainedModel, ids: Sequence[int], *, ignore: bool = F
             break
         except UserError as error:
             if made.engine.share:  # in fewer layers: at first without those that have a window
-                kept = made.engine.shared if made.engine.within else ()
-                made.engine = replace(made.engine, shared=kept, within=(), why=error.problem)
+                full = made.engine.shared if made.engine.within else ()
+                made.engine = replace(made.engine, shared=full, within=(), why=error.problem)
             elif ignore and isinstance(error, _WrongNumbers):
                 made.engine = replace(made.engine, ignored=error.problem)
             else:

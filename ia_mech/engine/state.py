@@ -9,7 +9,7 @@ their left.
 import copy
 import inspect
 from bisect import bisect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple, cast
@@ -81,13 +81,13 @@ class State:
         return self.mask.shape[0]
 
     @torch.inference_mode()
-    def drop(self, finished: Sequence[int]) -> list[int]:
+    def drop(self, finished: Collection[int]) -> list[int]:
         """Drop finished rows in place; the last rows take their places, so that few have to move.
 
         Returns:
             The rows that are kept, in their new order.
         """
-        gone = set(finished)
+        gone = {*finished}
         last = [row for row in range(self.rows) if row not in gone]
         index = [last.pop() if row in gone else row for row in range(len(last))]
         at = torch.tensor(index)
