@@ -9,6 +9,7 @@ captured once. Tensors and graphs are kept for the next decoding that they suffi
 
 import contextlib
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -73,8 +74,9 @@ def _side_stream(_device: int) -> Any:
 
 def _without_waiting(step: Callable[[], None]) -> None:
     """Raise RuntimeError if a step waits for the device, which no graph can hold."""
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings(action="ignore"):  # that PyTorch may overlook some waiting
+            torch.cuda.set_sync_debug_mode("error")
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -256,9 +256,9 @@ class _Differences:
 
     def _compare(self, what: str, ours: Tensor, around: Tensor) -> None:
         """Compare logits ``[vocab]`` with the middle one of ``around`` ``[3, vocab]``."""
-        difference = float(_largest_difference(ours, around[1]))
+        difference = float(_apart(ours, around[1]).amax())
         self.largest = max(self.largest, difference)
-        displacement = float(_largest_difference(around[[0, 2]], around[1]).amin())
+        displacement = float(_apart(around[[0, 2]], around[1]).amax(-1).amin())
         self.deviations.setdefault(what, []).append(difference / max(displacement, self.least))
 
     def _compare_logprobs(
@@ -273,14 +273,14 @@ class _Differences:
         """Compare log-probabilities ``[tokens]`` at a temperature with those that ``logits``
         ``[tokens + 2, vocab]`` give, averaged over tokens; the logits begin a token early."""
         mine = torch.as_tensor(ours, device=self.device)
-        off = _difference(mine, _logprobs(logits[1:-1] / warmth, tokens))
+        off = float(_apart(mine, _logprobs(logits[1:-1] / warmth, tokens)).mean())
         # The displacement is measured on the turn, which is text: a model that repeats a token
         # gives it nearly the same log-probability at each step, so mere rounding would look like
         # another token's.
         before, right, after = (
             _logprobs(self.full[context][shift:] / warmth, self.turn) for shift in range(3)
         )
-        displacement = min(_difference(before, right), _difference(after, right))
+        displacement = min(float(_apart(one, right).mean()) for one in (before, after))
         self.deviations.setdefault(what, []).append(off / max(displacement, self.least))
 
     def _pad(self) -> None:
@@ -433,14 +433,9 @@ def _logprobs(logits: Tensor, tokens: Sequence[int]) -> Tensor:
     return logits[: len(chosen)].log_softmax(-1).gather(-1, chosen[:, None])[:, 0]
 
 
-def _difference(a: Tensor, b: Tensor) -> float:
-    """Mean absolute difference; infinite where a number is NaN."""
-    return float((a - b).abs().nan_to_num(torch.inf).mean())
-
-
-def _largest_difference(a: Tensor, b: Tensor) -> Tensor:
-    """Largest difference along the last dimension; infinite where a number is NaN."""
-    return (a - b).abs().nan_to_num(torch.inf).amax(-1)
+def _apart(a: Tensor, b: Tensor) -> Tensor:
+    """Absolute differences; infinite where a number is NaN."""
+    return (a - b).abs().nan_to_num(torch.inf)
 
 
 def _repeat_prefix(model: PreTrainedModel, state: State) -> State:

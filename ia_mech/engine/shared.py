@@ -162,6 +162,7 @@ class PrefixTable:
     Attributes:
         ages: how many own tokens each row has.
         width: tokens of the longest row, its prefix included.
+        borrowers: the rows that borrow, and what.
     """
 
     def __init__(
@@ -174,7 +175,7 @@ class PrefixTable:
     ) -> None:
         self._masks, self._dtype = masks, dtype
         self._contexts = list(contexts)
-        self._borrowed = list(borrowed) or [None] * len(self._contexts)
+        self.borrowers = [(row, one) for row, one in enumerate(borrowed) if one is not None]
         self.ages, self.width = [0] * len(self._contexts), width
         self._drop_tensors()
 
@@ -202,19 +203,14 @@ class PrefixTable:
         """Append the rows of another table of the same groups, which borrow nothing; the longest
         row then has ``width`` tokens."""
         self._contexts += other._contexts
-        self._borrowed += [None] * len(other)
         self.ages, self.width = self.ages + other.ages, width
         self._drop_tensors()
 
-    @property
-    def borrowers(self) -> list[tuple[int, Borrowed]]:
-        """The rows that borrow, and what."""
-        return [(row, one) for row, one in enumerate(self._borrowed) if one is not None]
-
     def keep(self, index: Sequence[int]) -> None:
         """Keep only the given rows, in the given order."""
+        place = {row: at for at, row in enumerate(index)}
+        self.borrowers = [(place[row], one) for row, one in self.borrowers if row in place]
         self._contexts = [self._contexts[row] for row in index]
-        self._borrowed = [self._borrowed[row] for row in index]
         self.ages = [self.ages[row] for row in index]
         self._drop_tensors()
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import (
     CacheLayerMixin,
@@ -226,12 +227,9 @@ def similar_lengths(
 def _left_padded(ids: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     """``[rows, longest]`` int64 ids with zeros on their left, and the mask of the real ones, on the
     host."""
-    longest = max(len(one) for one in ids)
-    padded = torch.zeros(len(ids), longest, dtype=torch.long)
-    mask = torch.zeros_like(padded)
-    for row, one in enumerate(ids):
-        padded[row, longest - len(one) :] = torch.tensor(one)
-        mask[row, longest - len(one) :] = 1
+    each = [torch.tensor(one) for one in ids]
+    both = each, [torch.ones_like(one) for one in each]
+    padded, mask = (pad_sequence(x, batch_first=True, padding_side="left") for x in both)
     return padded, mask
 
 
@@ -357,8 +355,8 @@ def expand(
     Args:
         groups: prefilled contexts, counted through all groups.
         contexts: ``[rows]``; those of a group come before those of the next.
-        room: most tokens that will be fed to a row. Rows that are to join each other are of the same
-            groups, with the same room.
+        room: most tokens that will be fed to a row. Rows that are to join each other have the same,
+            and the same groups.
         borrowed: what each row borrows, from any context of the groups; empty if no row does.
         copies: give each row a copy in every layer. Rows that are to become contexts need it, and
             so do gradients, which attention in parts doesn't have.
