@@ -202,6 +202,21 @@ def test_graphs_are_given_up_where_weights_have_moved(capturing):
     assert near_ties(model, LENGTHS, ROWS[:2], wrote, decode(model, groups, ROWS[:2], [], 3)) == 0
 
 
+def test_hooks_that_others_put_on_a_model_are_not_passed_over(capturing):
+    model, groups = tiny.fresh("llama"), []
+    install(model)
+    groups = groups_of(model)
+    with capturing(model) as made:
+        before = decode(model, groups, ROWS[:6], [], 5)
+        handle = model.model.layers[0].register_forward_hook(lambda *given: 2 * given[-1])
+        hooked = decode(model, groups, ROWS[:6], [], 5)
+        made.engine = replace(made.engine, captured=False)
+        plain = decode(model, groups, ROWS[:6], [], 5)
+        handle.remove()
+    written = [[row.token_ids.tolist() for row in rows] for rows in (hooked, plain, before)]
+    assert written[0] == written[1] != written[2]
+
+
 # -- the tape: what a graph doesn't see, and what it can't hold ------------------------------------
 
 

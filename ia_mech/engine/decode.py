@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ia_mech.engine.installed import installed
+from ia_mech.engine.passes import is_hooked_by_others
 from ia_mech.engine.sampling import Draw
 from ia_mech.engine.state import Prefilled
 from ia_mech.engine.steps import Row as Row  # what is decoded
@@ -89,7 +90,8 @@ def decode(
 def _stepping(
     model: PreTrainedModel, groups: Sequence[Prefilled], rows: Sequence[Row], places: int, room: int
 ) -> contextlib.AbstractContextManager["Steps"]:
-    if installed(model).engine.captured and not any(row.steered for row in rows):
+    changed = any(row.steered for row in rows) or is_hooked_by_others(model)
+    if installed(model).engine.captured and not changed:
         from ia_mech.engine import captured  # needs Triton
 
         return captured.stepping(model, groups, rows, places, room)
