@@ -417,14 +417,10 @@ class Mask:
     random: bool = False
 
     def laid(self, of: Passes, pairs: Pairs) -> Laid:
-        from ia_mech.engine.splice import among_random, in_blocks
+        from ia_mech.engine.splice import in_blocks
 
         what = of.model, of.to_response, of.contexts, of.unit.starts
-        if self.random:
-            assert self.width is not None
-            group = among_random(*what, self.width, of.unit.seed)
-        else:
-            group = in_blocks(*what, self.width)
+        group = in_blocks(*what, self.width, of.unit.seed if self.random else None)
         lengths = zip(of.unit.starts, of.unit.stops, strict=True)
         of.on_tokens(sum(stop - start for start, stop in lengths))
         return of.going_on(of.anew(pairs), group)

@@ -202,6 +202,21 @@ def test_graphs_are_given_up_where_weights_have_moved(capturing):
     assert near_ties(model, LENGTHS, ROWS[:2], wrote, decode(model, groups, ROWS[:2], [], 3)) == 0
 
 
+def test_hooks_that_others_put_on_a_model_are_not_passed_over(capturing):
+    model, groups = tiny.fresh("llama"), []
+    install(model)
+    groups = groups_of(model)
+    with capturing(model) as made:
+        before = decode(model, groups, ROWS[:6], [], 5)
+        handle = model.model.layers[0].register_forward_hook(lambda *given: 2 * given[-1])
+        hooked = decode(model, groups, ROWS[:6], [], 5)
+        made.engine = replace(made.engine, captured=False)
+        plain = decode(model, groups, ROWS[:6], [], 5)
+        handle.remove()
+    written = [[row.token_ids.tolist() for row in rows] for rows in (hooked, plain, before)]
+    assert written[0] == written[1] != written[2]
+
+
 # -- the tape: what a graph doesn't see, and what it can't hold ------------------------------------
 
 
@@ -275,6 +290,42 @@ def test_launches_of_a_step(capturing, monkeypatch):
 def fused(states: Tensor, shape: list[int], weight: Tensor, epsilon: float) -> Tensor:
     """On CUDA it is one kernel."""
     return torch.nn.functional.rms_norm(states, shape, weight, epsilon)
+
+
+def test_after_a_capture_that_fails_a_thread_goes_on_with_its_own_stream(monkeypatch):
+    """``torch.cuda.graph`` makes its stream current, and leaves it so where ending fails; steps
+    that wait are found before a capture begins."""
+    now, modes, ran = ["own"], [], []
+
+    class Graph:
+        def __init__(self, graph, pool, stream, capture_error_mode):
+            self.stream = stream
+
+        def __enter__(self):
+            now[0] = self.stream
+
+        def __exit__(self, *error):
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    @contextlib.contextmanager
+    def on(stream):
+        before, now[0] = now[0], stream
+        try:
+            yield
+        finally:
+            now[0] = before
+
+    pretended = SimpleNamespace(
+        current_stream=lambda: now[0], current_device=lambda: 0, Stream=lambda: "side",
+        CUDAGraph=SimpleNamespace, graph=Graph, stream=on, set_sync_debug_mode=modes.append,
+    )  # fmt: skip
+    monkeypatch.setattr(torch, "cuda", pretended)
+    captured._side_stream.cache_clear()
+    with pytest.raises(RuntimeError, match="previous error"):
+        captured.capture(lambda: ran.append((now[0], modes[-1:])), None)
+    captured._side_stream.cache_clear()
+    assert ran == [("own", []), ("own", ["error"]), ("side", ["default"])]
+    assert now == ["own"]
 
 
 # -- the start-up check ----------------------------------------------------------------------------

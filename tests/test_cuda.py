@@ -96,6 +96,33 @@ def test_captured_steps_write_the_rows_of_plain_ones(architecture, dtype):
         assert near_ties(tiny.model(architecture), LENGTHS, rows, first, plain) <= 1
 
 
+def test_a_step_that_waits_is_found_before_it_is_captured(monkeypatch):
+    from ia_mech.engine import captured
+
+    model, honest = model_of("llama"), captured._Numbers._step
+    groups, rows = [prefilled(model, LENGTHS)], [Row(0, 0.0, (0, 0))]
+    plain = decode(model, groups, rows, [], 6)
+    made = installed(model)
+    made.engine = replace(made.engine, captured=True)
+    monkeypatch.setattr(
+        captured._Numbers,
+        "_step",
+        lambda self, *given: (honest(self, *given), int(self.token[0])),
+    )
+    found = decode(model, groups, rows, [], 6)
+    assert not made.engine.captured and "synchroniz" in made.engine.uncaptured
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    torch.cuda.empty_cache()
+    assert found[0].token_ids.tolist() == plain[0].token_ids.tolist()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_steps_are_captured_on_a_device_that_is_not_the_current_one():
+    for device in ("cuda:1", "cuda:0"):
+        model = copy.deepcopy(tiny.model("llama")).to(device)
+        assert check_engine(model, tiny.prompt(24, seed=0)).captured
+
+
 @pytest.mark.parametrize("vocab", [40, 97, 5001, 151_936])
 def test_the_draw_equals_the_cpus(vocab):
     generator = torch.Generator().manual_seed(vocab)

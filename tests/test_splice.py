@@ -20,12 +20,10 @@ from ia_mech.engine.splice import (
     Hybrid,
     Piece,
     aligned,
-    among_random,
     arriving,
     check_ceiling,
     continued,
     in_blocks,
-    is_recurrent,
     of_everything,
     prefill_foreign,
     spliced,
@@ -239,7 +237,6 @@ def test_recurrent_states_and_convolutions_are_spliced_as_by_hand(after):
     model = tiny.model("qwen3_5")
     plain = tiny.fresh("qwen3_5")
     group = aligned(model, contexts(after))
-    assert is_recurrent(group)
     made = [
         replace(hybrid(recipient, response, last if after else None), state=state)
         for recipient, response, last, state in [(0, 1, 0, 1), (1, 0, 1, None), (0, 2, 2, 1)]
@@ -338,15 +335,15 @@ def test_random_tokens_in_sight_are_as_they_were_computed(architecture):
         return [one.logprobs_raw for one in score(model, [made], turns)]
 
     alone = scores(in_blocks(model, group, contexts(0), [QUERY] * 3, 1))
-    same = scores(among_random(model, group, contexts(0), [QUERY] * 3, 1, seed=0))
+    same = scores(in_blocks(model, group, contexts(0), [QUERY] * 3, 1, seed=0))
     few, again, other = (
-        scores(among_random(model, group, contexts(0), [QUERY] * 3, 4, seed)) for seed in (0, 0, 1)
+        scores(in_blocks(model, group, contexts(0), [QUERY] * 3, 4, seed)) for seed in (0, 0, 1)
     )
     for a, b in zip(alone, same, strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=LOGPROB)
     assert all(np.array_equal(a, b) for a, b in zip(few, again, strict=True))
     assert not np.allclose(few[1], other[1], atol=1e-3)
     # Where all earlier tokens are drawn, nothing changes.
-    whole = among_random(model, group, contexts(0), [SINKS] * 3, 10**6, seed=0)
+    whole = in_blocks(model, group, contexts(0), [SINKS] * 3, 10**6, seed=0)
     for a, b in zip(scores(whole), scores(group), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=LOGPROB)

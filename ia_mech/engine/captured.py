@@ -8,10 +8,12 @@ captured once. Tensors and graphs are kept for the next decoding that they suffi
 """
 
 import contextlib
+import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -46,14 +48,38 @@ def width_of(rows: int, places: int) -> int:
     return min(rounded(places), rounded(rows, unit))
 
 
+_capturing = threading.Lock()  # a process can capture one graph at a time
+
+
 def capture(step: Callable[[], None], before: Any) -> Any:
     """A CUDA graph of a step, in the memory of the graph that was captured ``before``, if any."""
     step()  # on their first use, libraries take memory and kernels are compiled
+    current, side = torch.cuda.current_stream(), _side_stream(torch.cuda.current_device())
     graph, pool = torch.cuda.CUDAGraph(), before.pool() if before else None
-    # Other threads may use the device meanwhile.
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        step()
+    # PyTorch goes on with the side stream after a capture that failed, and so would this thread.
+    with _capturing, torch.cuda.stream(current):
+        if before is None:  # PyTorch's allocator is of little use after a capture that failed
+            _without_waiting(step)
+        # Other threads may use the device meanwhile.
+        with torch.cuda.graph(graph, pool, side, capture_error_mode="thread_local"):
+            step()
     return graph
+
+
+@cache
+def _side_stream(_device: int) -> Any:
+    """The stream on which a device's graphs are captured; PyTorch has one for all devices."""
+    return torch.cuda.Stream()
+
+
+def _without_waiting(step: Callable[[], None]) -> None:
+    """Raise RuntimeError if a step waits for the device, which no graph can hold."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # that PyTorch may overlook some waiting
+            torch.cuda.set_sync_debug_mode("error")
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @contextlib.contextmanager
@@ -63,7 +89,8 @@ def stepping(
     """Steps for one decoding, as ``steps.Steps``; arguments as for ``state.expand``."""
     numbers: _Numbers | None = kept.pop(model, None)
     contexts = sum(len(group.logits) for group in groups)
-    with torch.inference_mode():
+    # Triton launches on the current device, whatever device the tensors are on.
+    with torch.inference_mode(), torch.cuda.device_of(groups[0].logits):
         if numbers is None or not numbers.suffice(model, places, room, contexts):
             numbers = None  # frees its memory for the next
             # The next decoding may have some more contexts.

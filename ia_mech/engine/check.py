@@ -27,6 +27,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from importlib.util import find_spec
 from weakref import WeakKeyDictionary
 
@@ -95,8 +96,8 @@ def check_engine(model: PreTrainedModel, ids: Sequence[int], *, ignore: bool = F
             break
         except UserError as error:
             if made.engine.share:  # in fewer layers: at first without those that have a window
-                kept = made.engine.shared if made.engine.within else ()
-                made.engine = replace(made.engine, shared=kept, within=(), why=error.problem)
+                full = made.engine.shared if made.engine.within else ()
+                made.engine = replace(made.engine, shared=full, within=(), why=error.problem)
             elif ignore and isinstance(error, _WrongNumbers):
                 made.engine = replace(made.engine, ignored=error.problem)
             else:
@@ -235,8 +236,8 @@ class _Differences:
         self.compare_decoding("cached decoding")
         self._score()
         self._sample()
-        if installed(self.model).engine.shared and self._takes_long:
-            self._compare_long_prefix(self.prefilled.state)
+        if installed(self.model).engine.shared and self._long:
+            self._compare_long_prefix()
 
     def refuse_large_ones(self) -> None:
         """Raise UserError if rows are off by more than rounding explains."""
@@ -256,9 +257,9 @@ class _Differences:
 
     def _compare(self, what: str, ours: Tensor, around: Tensor) -> None:
         """Compare logits ``[vocab]`` with the middle one of ``around`` ``[3, vocab]``."""
-        difference = float(_largest_difference(ours, around[1]))
+        difference = float(_apart(ours, around[1]).amax())
         self.largest = max(self.largest, difference)
-        displacement = float(_largest_difference(around[[0, 2]], around[1]).amin())
+        displacement = float(_apart(around[[0, 2]], around[1]).amax(-1).amin())
         self.deviations.setdefault(what, []).append(difference / max(displacement, self.least))
 
     def _compare_logprobs(
@@ -273,14 +274,14 @@ class _Differences:
         """Compare log-probabilities ``[tokens]`` at a temperature with those that ``logits``
         ``[tokens + 2, vocab]`` give, averaged over tokens; the logits begin a token early."""
         mine = torch.as_tensor(ours, device=self.device)
-        off = _difference(mine, _logprobs(logits[1:-1] / warmth, tokens))
+        off = float(_apart(mine, _logprobs(logits[1:-1] / warmth, tokens)).mean())
         # The displacement is measured on the turn, which is text: a model that repeats a token
         # gives it nearly the same log-probability at each step, so mere rounding would look like
         # another token's.
         before, right, after = (
             _logprobs(self.full[context][shift:] / warmth, self.turn) for shift in range(3)
         )
-        displacement = min(_difference(before, right), _difference(after, right))
+        displacement = min(float(_apart(one, right).mean()) for one in (before, after))
         self.deviations.setdefault(what, []).append(off / max(displacement, self.least))
 
     def _pad(self) -> None:
@@ -324,22 +325,24 @@ class _Differences:
     def compare_captured_steps(self) -> None:
         """Compare rows of both prompts and of a long context: all at once, and so that rows of
         every age are decoded together."""
-        groups, rows = [self.prefilled], _rows(2 + self._takes_long)
-        if self._takes_long:
-            state = _repeat_prefix(self.model, self.prefilled.state)
-            groups.append(Prefilled(state, self.prefilled.logits[:1], None))
+        groups = [self.prefilled, *self._long]
+        rows = _rows(2 + len(self._long))
         decoded = decode(self.model, groups, rows, [], 2 * STEPS)
         stops = decoded[1].token_ids[1:2].tolist()  # at least one row ends before others
         joined = decode(self.model, groups, rows, stops, 2 * STEPS, together=4)
         for each in (decoded, joined):
             self._compare_rows("captured steps", rows[:6], each[:6])
-            if self._takes_long:
-                self._compare_long_rows(groups[1], rows[6:], each[6:])
+            if self._long:
+                self._compare_long_rows(rows[6:], each[6:])
 
-    @property
-    def _takes_long(self) -> bool:
+    @cached_property
+    def _long(self) -> list[Prefilled]:
+        """A long context, if the model takes one."""
         limit = context_limit(self.model.config)
-        return limit is None or limit > LONG + TOKENS
+        if limit is not None and limit <= LONG + TOKENS:
+            return []
+        state = _repeat_prefix(self.model, self.prefilled.state)
+        return [Prefilled(state, self.prefilled.logits[:1], None)]
 
     def _compare_rows(self, what: str, rows: Sequence[Row], decoded: Sequence[Decoded]) -> None:
         """Compare the rows of both prompts, which are as many each, with full passes."""
@@ -353,12 +356,10 @@ class _Differences:
             for compared in zip(rows[mine], decoded[mine], logits, strict=True):
                 self._compare_row(what, *compared)
 
-    def _compare_long_rows(
-        self, long: Prefilled, rows: Sequence[Row], decoded: Sequence[Decoded]
-    ) -> None:
+    def _compare_long_rows(self, rows: Sequence[Row], decoded: Sequence[Decoded]) -> None:
         """Compare rows of a long context with rows that have a copy of it, by plain steps."""
-        copied = expand(self.model, [long], [0] * len(rows), copies=True)
-        logits = [long.logits.expand(len(rows), -1)] * 2
+        copied = expand(self.model, self._long, [0] * len(rows), copies=True)
+        logits = [self._long[0].logits.expand(len(rows), -1)] * 2
         for step in range(2 * STEPS):
             ended = [min(step, len(one.token_ids) - 1) for one in decoded]
             tokens = [int(one.token_ids[at]) for one, at in zip(decoded, ended, strict=True)]
@@ -387,11 +388,10 @@ class _Differences:
         if not ((right.token == torch.tensor(tokens, device=self.device)) | close).all():
             self.deviations[what].append(torch.inf)
 
-    def _compare_long_prefix(self, state: State) -> None:
+    def _compare_long_prefix(self) -> None:
         """Compare rows that share a long prefix with a row that has a copy of it."""
-        long = Prefilled(_repeat_prefix(self.model, state), self.prefilled.logits[:1], None)
-        shared = expand(self.model, [long], [0] * QUERIES, 2)
-        copied = expand(self.model, [long], [0], copies=True)
+        shared = expand(self.model, self._long, [0] * QUERIES, 2)
+        copied = expand(self.model, self._long, [0], copies=True)
         right = [_step(self.model, copied, [token])[0] for token in self.turn[:3]]
         for token in self.turn[:2]:
             ours = _step(self.model, shared, [token] * QUERIES)
@@ -433,14 +433,9 @@ def _logprobs(logits: Tensor, tokens: Sequence[int]) -> Tensor:
     return logits[: len(chosen)].log_softmax(-1).gather(-1, chosen[:, None])[:, 0]
 
 
-def _difference(a: Tensor, b: Tensor) -> float:
-    """Mean absolute difference; infinite where a number is NaN."""
-    return float((a - b).abs().nan_to_num(torch.inf).mean())
-
-
-def _largest_difference(a: Tensor, b: Tensor) -> Tensor:
-    """Largest difference along the last dimension; infinite where a number is NaN."""
-    return (a - b).abs().nan_to_num(torch.inf).amax(-1)
+def _apart(a: Tensor, b: Tensor) -> Tensor:
+    """Absolute differences; infinite where a number is NaN."""
+    return (a - b).abs().nan_to_num(torch.inf)
 
 
 def _repeat_prefix(model: PreTrainedModel, state: State) -> State:

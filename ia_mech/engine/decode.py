@@ -8,18 +8,20 @@ step takes.
 
 import contextlib
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from ia_mech.engine.installed import installed
+from ia_mech.engine.passes import is_hooked_by_others
 from ia_mech.engine.sampling import Draw
 from ia_mech.engine.state import Prefilled
 from ia_mech.engine.steps import Row as Row  # what is decoded
 from ia_mech.engine.steps import Steps
 
+INTEGERS = ("token", "rank")
 FREED = 4  # rows join once one place in so many is free, since each joining copies states
 
 
@@ -85,15 +87,11 @@ def decode(
     return record.rows(stops)
 
 
-def captures(model: PreTrainedModel, rows: Sequence[Row]) -> bool:
-    """Whether such rows are decoded by captured steps (``captured.py``)."""
-    return installed(model).engine.captured and not any(row.steered for row in rows)
-
-
 def _stepping(
     model: PreTrainedModel, groups: Sequence[Prefilled], rows: Sequence[Row], places: int, room: int
 ) -> contextlib.AbstractContextManager["Steps"]:
-    if captures(model, rows):
+    changed = any(row.steered for row in rows) or is_hooked_by_others(model)
+    if installed(model).engine.captured and not changed:
         from ia_mech.engine import captured  # needs Triton
 
         return captured.stepping(model, groups, rows, places, room)
@@ -101,26 +99,23 @@ def _stepping(
 
 
 class _Record:
-    """What each row has drawn so far, as arrays ``[rows, max_new_tokens]``."""
-
-    FIELDS = ("token", "logprob", "logprob_tempered", "rank", "margin")
+    """What each row has drawn so far, as arrays ``[rows, max_new_tokens]`` by the names that
+    ``Draw`` has for it."""
 
     def __init__(self, rows: int, steps: int) -> None:
         self.length = np.zeros(rows, dtype=np.int64)
         self.values = {
-            name: np.zeros(
-                (rows, steps), dtype=np.int64 if name in ("token", "rank") else np.float32
-            )
-            for name in self.FIELDS
+            one.name: np.zeros((rows, steps), np.int64 if one.name in INTEGERS else np.float32)
+            for one in fields(Draw)
         }
 
     def add(self, rows: Sequence[int], draws: Draw) -> list[int]:
         """Record the next token of each of these rows; returns the tokens."""
         steps = self.length[rows]
         # One transfer for all: float64 holds both float32 and ids exactly.
-        drawn = torch.stack([getattr(draws, name).double() for name in self.FIELDS]).cpu().numpy()
-        for name, values in zip(self.FIELDS, drawn, strict=True):
-            self.values[name][rows, steps] = values
+        drawn = torch.stack([one.double() for one in vars(draws).values()]).cpu().numpy()
+        for mine, values in zip(self.values.values(), drawn, strict=True):
+            mine[rows, steps] = values
         self.length[rows] += 1
         return self.values["token"][rows, steps].tolist()
 
@@ -128,7 +123,7 @@ class _Record:
         done = []
         for row, length in enumerate(self.length):
             token, raw, tempered, rank, margin = (
-                self.values[name][row, :length] for name in self.FIELDS
+                values[row, :length] for values in self.values.values()
             )
             reason = "turn_end" if int(token[-1]) in stops else "length"
             done.append(Decoded(token, raw, tempered, rank, margin, reason))

@@ -155,6 +155,15 @@ def hook_blocks(blocks: nn.ModuleList) -> None:
         block.register_forward_hook(_Leave(layer))
 
 
+def is_hooked_by_others(model: nn.Module) -> bool:
+    """Whether anybody else has put hooks on a model, which may do something else at each pass."""
+    return any(
+        not str(hook.__module__).startswith(("ia_mech.", "transformers."))
+        for module in model.modules()
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    )
+
+
 def _enter_first(_module, args, kwargs):
     one = current()
     if one is None:

@@ -157,10 +157,12 @@ class PrefixTable:
         contexts: ``[rows]``, the number of each row's context, counted through all groups.
         borrowed: for each row, what it borrows, or None; empty where no row does.
         dtype: the model's.
+        width: tokens of the longest row's context, padding included.
 
     Attributes:
         ages: how many own tokens each row has.
         width: tokens of the longest row, its prefix included.
+        borrowers: the rows that borrow, and what.
     """
 
     def __init__(
@@ -169,11 +171,12 @@ class PrefixTable:
         contexts: Sequence[int],
         borrowed: Sequence[Borrowed | None],
         dtype: torch.dtype,
+        width: int,
     ) -> None:
-        self._masks, self._dtype = list(masks), dtype
+        self._masks, self._dtype = masks, dtype
         self._contexts = list(contexts)
-        self._borrowed = list(borrowed) or [None] * len(self._contexts)
-        self.ages, self.width = [0] * len(self._contexts), max(mask.shape[1] for mask in masks)
+        self.borrowers = [(row, one) for row, one in enumerate(borrowed) if one is not None]
+        self.ages, self.width = [0] * len(self._contexts), width
         self._drop_tensors()
 
     def __len__(self) -> int:
@@ -197,24 +200,17 @@ class PrefixTable:
         self._own_bias, self._own_places = {}, {}
 
     def join(self, other: "PrefixTable", width: int) -> None:
-        """Append another table's rows, which borrow nothing; the longest row then has ``width``
-        tokens."""
-        first = sum(map(len, self._masks))
-        self._masks += other._masks
-        self._contexts += [first + context for context in other._contexts]
-        self._borrowed += [None] * len(other)
+        """Append the rows of another table of the same groups, which borrow nothing; the longest
+        row then has ``width`` tokens."""
+        self._contexts += other._contexts
         self.ages, self.width = self.ages + other.ages, width
         self._drop_tensors()
 
-    @property
-    def borrowers(self) -> list[tuple[int, Borrowed]]:
-        """The rows that borrow, and what."""
-        return [(row, one) for row, one in enumerate(self._borrowed) if one is not None]
-
     def keep(self, index: Sequence[int]) -> None:
         """Keep only the given rows, in the given order."""
+        place = {row: at for at, row in enumerate(index)}
+        self.borrowers = [(place[row], one) for row, one in self.borrowers if row in place]
         self._contexts = [self._contexts[row] for row in index]
-        self._borrowed = [self._borrowed[row] for row in index]
         self.ages = [self.ages[row] for row in index]
         self._drop_tensors()
 
@@ -457,9 +453,8 @@ class SharedLayer(DynamicLayer):
     def get_seq_length(self) -> int:
         return self.table.width + max(0, self.keys.shape[2] - self.table.age)
 
-    def join(self, other: "SharedLayer") -> None:
-        """Take in rows that have no token of their own yet, after the table has taken them in."""
-        self.prefixes += other.prefixes
+    def join(self) -> None:
+        """Take in the rows that the table has taken in; they have no token of their own yet."""
         self._set_views(self.table.age)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

@@ -214,21 +214,14 @@ def _spliced_layer(layer: Any, row: Tensor, column: Tensor, states: Tensor, last
     return twin
 
 
-@dataclass(frozen=True)
-class _Block:
-    """The tokens ``ids`` of a context, which begin at its token ``first``."""
-
-    context: int
-    first: int
-    ids: Sequence[int]
-
-
+@torch.inference_mode()
 def in_blocks(
     model: PreTrainedModel,
     group: Prefilled,
     contexts: Sequence[Sequence[int]],
     starts: Sequence[int],
     width: int | None,
+    seed: int | None = None,
 ) -> Prefilled:
     """Contexts whose last tokens are computed anew and see only the first :data:`SINKS` and those
     of their own block.
@@ -239,75 +232,41 @@ def in_blocks(
         contexts: token ids of each.
         starts: for each, its first token that is computed anew; all later ones are, too.
         width: tokens of a block; None: one block for all of them.
+        seed: for the control, in which each token sees the same number of tokens, but the others
+            are drawn from all between ``starts`` and itself, as first computed.
     """
-    blocks = [
-        _Block(number, first, ids[first : first + (width or len(ids))])
-        for number, (ids, start) in enumerate(zip(contexts, starts, strict=True))
-        for first in range(start, len(ids), width or len(ids))
-    ]
-    hybrids = [Hybrid(one.context, (Piece(one.context, 0, SINKS),)) for one in blocks]
-    return _computed_anew(model, group, blocks, hybrids)
-
-
-def among_random(
-    model: PreTrainedModel,
-    group: Prefilled,
-    contexts: Sequence[Sequence[int]],
-    starts: Sequence[int],
-    width: int,
-    seed: int,
-) -> Prefilled:
-    """The control of :func:`in_blocks`: each token sees the first :data:`SINKS`, itself, and
-    ``width - 1`` tokens drawn from those between ``starts`` and itself, as first computed."""
-    rng, blocks, hybrids = np.random.default_rng(seed), list[_Block](), list[Hybrid]()
-    for number, (ids, start) in enumerate(zip(contexts, starts, strict=True)):
-        for at in range(start, len(ids)):
-            some = rng.permutation(np.arange(start, at))[: width - 1]
-            seen = [Piece(number, k, k + 1) for k in sorted(some.tolist())]
-            blocks.append(_Block(number, at, ids[at : at + 1]))
-            hybrids.append(Hybrid(number, (Piece(number, 0, SINKS), *seen)))
-    return _computed_anew(model, group, blocks, hybrids)
-
-
-@torch.inference_mode()
-def _computed_anew(
-    model: PreTrainedModel, group: Prefilled, blocks: Sequence[_Block], seen: Sequence[Hybrid]
-) -> Prefilled:
-    """The group, with the keys and values of blocks that each see only a hybrid and themselves."""
     old, cache = group.state, copy.copy(group.state.cache)
     cache.layers = [copy.copy(layer) for layer in cache.layers]
-    full = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
-    full = [layer for layer in full if layer.is_initialized]
+    full = _full(cache.layers)
     for layer in full:
         layer.keys, layer.values = (one.clone() for one in held(layer))
-    lengths = old.mask.sum(1)
-    for number in sorted({one.context for one in blocks}):  # one context's are held at a time
-        mine = [at for at, one in enumerate(blocks) if one.context == number]
-        each = [torch.tensor(list(blocks[at].ids)) for at in mine]
-        first = torch.tensor([blocks[at].first for at in mine])
-        state = expand(
-            model, [spliced(group, [seen[at] for at in mine])], range(len(mine)), copies=True
-        )
-        before = state.mask.shape[1]
-        state.position = (old.position - lengths)[number] + first.to(old.position.device)
-        ids, mask = (pad_sequence(x, True) for x in (each, [torch.ones_like(x) for x in each]))
-        forward(model, state, ids, mask)
+    lengths, rng = old.mask.sum(1), np.random.default_rng(seed)
+    for number, (ids, start) in enumerate(zip(contexts, starts, strict=True)):
+        step = 1 if seed is not None else width or len(ids)
+        if not (firsts := range(start, len(ids), step)):
+            continue
+        seen = []
+        for first in firsts:  # the token or the block that begins there
+            others = [] if seed is None else rng.permutation(np.arange(start, first)).tolist()
+            drawn = [Piece(number, k, k + 1) for k in sorted(others[: (width or len(ids)) - 1])]
+            seen.append(Hybrid(number, (Piece(number, 0, SINKS), *drawn)))
+        state = expand(model, [spliced(group, seen)], range(len(seen)), copies=True)
+        before, where = state.mask.shape[1], torch.tensor(firsts)
+        state.position = (old.position - lengths)[number] + where.to(old.position.device)
+        each = [torch.tensor(ids[first : first + step]) for first in firsts]
+        fed, mask = (pad_sequence(x, True) for x in (each, [torch.ones_like(x) for x in each]))
+        forward(model, state, fed, mask)
         block, at = mask.nonzero().T
-        column = old.mask.shape[1] - int(lengths[number]) + first[block] + at
-        anew = [layer for layer in state.cache.layers if isinstance(layer, DynamicLayer)]
-        for layer, other in zip(full, [x for x in anew if x.is_initialized], strict=True):
+        column = old.mask.shape[1] - int(lengths[number]) + where[block] + at
+        for layer, other in zip(full, _full(state.cache.layers), strict=True):
             for own, taken in zip(held(layer), held(other), strict=True):
                 own[number][:, column] = taken[block, :, before + at].transpose(0, 1)
     return Prefilled(State(cache, old.mask, old.position), group.logits, None)
 
 
-def is_recurrent(group: Prefilled) -> bool:
-    """Whether any layer has a recurrent state."""
-    return any(
-        isinstance(layer, LinearAttentionCacheLayerMixin)
-        and any(layer.is_recurrent_states_initialized.values())
-        for layer in group.state.cache.layers
-    )
+def _full(layers: Sequence[Any]) -> list[DynamicLayer]:
+    """Those that hold keys and values."""
+    return [one for one in layers if isinstance(one, DynamicLayer) and one.is_initialized]
 
 
 @torch.inference_mode()

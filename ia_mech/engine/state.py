@@ -9,7 +9,7 @@ their left.
 import copy
 import inspect
 from bisect import bisect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple, cast
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import (
     CacheLayerMixin,
@@ -81,13 +82,13 @@ class State:
         return self.mask.shape[0]
 
     @torch.inference_mode()
-    def drop(self, finished: Sequence[int]) -> list[int]:
+    def drop(self, finished: Collection[int]) -> list[int]:
         """Drop finished rows in place; the last rows take their places, so that few have to move.
 
         Returns:
             The rows that are kept, in their new order.
         """
-        gone = set(finished)
+        gone = {*finished}
         last = [row for row in range(self.rows) if row not in gone]
         index = [last.pop() if row in gone else row for row in range(len(last))]
         at = torch.tensor(index)
@@ -108,8 +109,8 @@ class State:
         for at, (mine, theirs) in enumerate(
             zip(self.cache.layers, other.cache.layers, strict=True)
         ):
-            if isinstance(mine, SharedLayer) and isinstance(theirs, SharedLayer):
-                mine.join(theirs)
+            if isinstance(mine, SharedLayer):
+                mine.join()
             else:
                 self.cache.layers[at] = rows_of([mine, theirs], everyone, length)
         self.mask = torch.cat([_of_width(state.mask, length) for state in both])
@@ -226,12 +227,9 @@ def similar_lengths(
 def _left_padded(ids: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     """``[rows, longest]`` int64 ids with zeros on their left, and the mask of the real ones, on the
     host."""
-    longest = max(len(one) for one in ids)
-    padded = torch.zeros(len(ids), longest, dtype=torch.long)
-    mask = torch.zeros_like(padded)
-    for row, one in enumerate(ids):
-        padded[row, longest - len(one) :] = torch.tensor(one)
-        mask[row, longest - len(one) :] = 1
+    each = [torch.tensor(one) for one in ids]
+    both = each, [torch.ones_like(one) for one in each]
+    padded, mask = (pad_sequence(x, batch_first=True, padding_side="left") for x in both)
     return padded, mask
 
 
@@ -357,7 +355,8 @@ def expand(
     Args:
         groups: prefilled contexts, counted through all groups.
         contexts: ``[rows]``; those of a group come before those of the next.
-        room: most tokens that will be fed to a row; the same for rows that are to join each other.
+        room: most tokens that will be fed to a row. Rows that are to join each other have the same,
+            and the same groups.
         borrowed: what each row borrows, from any context of the groups; empty if no row does.
         copies: give each row a copy in every layer. Rows that are to become contexts need it, and
             so do gradients, which attention in parts doesn't have.
@@ -367,44 +366,33 @@ def expand(
         UserError: a row borrows in a layer that isn't shared.
     """
     engine, tokens = installed(model).engine, max(group.state.mask.shape[1] for group in groups)
-    ends = list(accumulate(len(group.logits) for group in groups))
-    firsts = [0, *ends]
-    group_of = [bisect(ends, context) for context in contexts]  # of each row
-    assert group_of == sorted(group_of)
-    used = sorted({*group_of, *(bisect(ends, one.context) for one in borrowed if one is not None)})
-    states = [groups[group].state for group in used]
-    index = [
-        torch.tensor(
-            [c - firsts[group] for c, own in zip(contexts, group_of, strict=True) if own == group]
-        ).long()
-        for group in used
-    ]
+    firsts = [0, *accumulate(len(group.logits) for group in groups)]
+    of_group: dict[int, list[int]] = {}  # the contexts of its rows, counted in it
+    for context in contexts:
+        group = bisect(firsts, context) - 1
+        of_group.setdefault(group, []).append(context - firsts[group])
+    assert list(of_group) == sorted(of_group)
+    index = [torch.tensor(own) for own in of_group.values()]
+    states = [groups[group].state for group in of_group]
     length = max(state.mask.shape[1] for state in states)
-    mask = torch.cat(
-        [_of_width(state.mask[at], length) for state, at in zip(states, index, strict=True)]
-    )
-    position = torch.cat([state.position[at] for state, at in zip(states, index, strict=True)])
+    rows = [(s.mask[at], s.position[at]) for s, at in zip(states, index, strict=True)]
+    mask = torch.cat([_of_width(masks, length) for masks, _ in rows])
+    position = torch.cat([positions for _, positions in rows])
     table = None
     cache = copy.copy(states[0].cache)
     cache.layers = []
-    for number, layers in enumerate(zip(*(s.cache.layers for s in states), strict=True), start=1):
+    every = zip(*(group.state.cache.layers for group in groups), strict=True)
+    for number, layers in enumerate(every, start=1):
         if not copies and engine.shares(layers[0], number, tokens, room):
             if table is None:
-                kept = [number for group in used for number in range(firsts[group], ends[group])]
-                number_of = {context: at for at, context in enumerate(kept)}
-                table = PrefixTable(
-                    [state.mask for state in states],
-                    [number_of[context] for context in contexts],
-                    [
-                        None if one is None else Borrowed(number_of[one.context], one.layers)
-                        for one in borrowed
-                    ],
-                    held(layers[0])[0].dtype,
-                )
+                masks = [group.state.mask for group in groups]
+                dtype = held(layers[0])[0].dtype
+                table = PrefixTable(masks, contexts, borrowed, dtype, length)
             most = max(places, len(contexts))
             cache.layers.append(SharedLayer(layers, table, number, room, most))
         else:
-            cache.layers.append(rows_of(layers, index, length, whole=copies))
+            mine = [layers[group] for group in of_group]
+            cache.layers.append(rows_of(mine, index, length, whole=copies))
     check_borrowed(borrowed, cache.layers)
     return State(cache, mask, position, table)
 

@@ -77,14 +77,11 @@ class Steps:
         if begun := batch[len(self._logits) :]:
             firsts = self._firsts[[self._rows[row].context for row in begun]]
             self._logits = torch.cat([self._logits, firsts])
-        if batch != self._batch:
-            self._batch, at = batch, torch.tensor(batch, device=self._device)
-            self._step = torch.from_numpy(length).to(self._device)[:, None]
-            self._temperature, self._stream = self._temperatures[at], self._streams[at]
-            self._last_drawn = self._drawn[at]
-        temperature = self._temperature.where(self._step[:, 0] < self._last_drawn, 0.0)
-        draws = draw_tokens(self._logits, temperature, self._stream, self._step)
-        self._token, self._step = draws.token, self._step + 1
+        at = torch.tensor(batch, device=self._device)
+        step = torch.from_numpy(length).to(self._device)
+        temperature = self._temperatures[at].where(step < self._drawn[at], 0.0)
+        draws = draw_tokens(self._logits, temperature, self._streams[at], step[:, None])
+        self._batch, self._token = batch, draws.token
         return draws
 
     def forward(self, staying: list[int]) -> list[int]:
@@ -96,18 +93,17 @@ class Steps:
         Returns:
             The same indices, in the order in which the rows are from now on.
         """
-        state, everyone = self._state, len(self._batch)
+        state = self._state
         there = 0 if state is None else state.rows
         kept = [at for at in staying if at < there]
         begun = staying[len(kept) :]
         if state is not None and 0 < len(kept) < there:
-            kept = state.drop([at for at in range(there) if at not in set(kept)])
+            kept = state.drop({*range(there)} - {*kept})
         order = kept + begun
         self._state = state = state if kept else None  # frees its memory for the next one
         if not order:
-            self._logits, self._batch = self._firsts[:0], []
+            self._logits = self._firsts[:0]
             return order
-        token = self._token[order] if len(order) < everyone else self._token
         rows = [self._rows[self._batch[at]] for at in order]
         if begun:
             contexts = [row.context for row in rows[len(kept) :]]
@@ -118,8 +114,6 @@ class Steps:
                 state.join(fresh)
         assert state is not None
         steered = [row.steered for row in rows]
-        output = forward(self._model, state, token[:, None], interventions=steered)
+        output = forward(self._model, state, self._token[order, None], interventions=steered)
         self._logits = output.logits[:, -1]
-        if len(order) < everyone:
-            self._batch = []  # what is known of each row is looked up again
         return order
