@@ -6,6 +6,7 @@ import os
 import pickle
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,10 +17,18 @@ from conftest import Silent
 from runs import sampled
 from shell import call, refusal
 from test_interchange import Marked, used  # noqa: F401 (a fixture)
+from test_learned_vector import run  # noqa: F401
 from test_shards import WRITTEN
+from test_steering import folder, small  # noqa: F401
+from test_study import SETTINGS, SMALL, data  # noqa: F401
 
+from experiments import steering, study
+from experiments.elicit import main as elicit
 from experiments.interchange import main as interchange
+from experiments.learned_vector import main as learned_vector
 from experiments.locate import main as locate
+from experiments.perturbations import main as perturbations
+from experiments.reaction import main as reaction
 from ia_mech.collect.command import main as sample
 from ia_mech.engine import cluster
 from ia_mech.engine.cluster import Relay, team_of
@@ -61,8 +70,8 @@ def test_pretended_devices_make_the_run_that_threads_make(tiny_subject, tmp_path
     found = []
     for number, team in enumerate((tiny_subject, Pretended(tiny_subject, 3))):
         progress, out = Silent(), tmp_path / str(number)
-        run = sampled(WRITTEN, team, out, progress, crew=Crew(3, 1))
-        found.append((run.digest(), run.identity_digest, progress.steps))
+        made = sampled(WRITTEN, team, out, progress, crew=Crew(3, 1))
+        found.append((made.digest(), made.identity_digest, progress.steps))
     assert found[0] == found[1]
 
 
@@ -112,23 +121,70 @@ def test_a_run_on_ray_is_that_of_threads(local, tiny_model_dir, tmp_path, capfd)
     assert str(missing) in line
 
 
+def test_an_address_without_a_cluster_is_refused_at_once(tiny_model_dir, tmp_path, capfd):
+    pytest.importorskip("ray")
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and doesn't listen
+        address = f"127.0.0.1:{nobody.getsockname()[1]}"
+        words = ["--model", tiny_model_dir, "--out", str(tmp_path / "run"), "--ray", address]
+        begun = time.monotonic()
+        line = refusal(call(sample, words, capfd))
+    assert f"no Ray cluster answers at '{address}' ([Errno " in line
+    assert time.monotonic() - begun < 20  # Ray itself asks for minutes
+
+
+EXPERIMENTS = {
+    locate: ("run", ["--queries", "3"]),
+    interchange: ("used", ["--queries", "3", "--samples", "2", "--layers", "2", "3"]),
+    learned_vector: ("run", ["--steps", "2", "--layers", "2"]),
+    elicit: ("run", []),
+    perturbations: ("run", ["--samples", "2"]),
+    reaction: ("run", []),
+    steering.main: ("folder", ["--probe", "{}/probe", "--kl", "0.01"]),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [locate, interchange])
-def test_an_experiment_on_ray_is_that_of_threads(
-    command, local, request, tmp_path, monkeypatch, capfd
-):
-    monkeypatch.setattr("experiments.arms.builtin_judge", Marked)
-    run = request.getfixturevalue("siblings" if command is locate else "used")
-    words = [str(run.path), "--queries", "3", "--resamples", "100"]
+@pytest.mark.parametrize("command", EXPERIMENTS, ids=lambda command: command.__self__.name)
+@pytest.mark.usefixtures("local", "small")
+def test_an_experiment_on_ray_is_that_of_threads(command, request, tmp_path, monkeypatch, capfd):
+    fixture, words = EXPERIMENTS[command]
+    used_run = request.getfixturevalue(fixture)
     if command is interchange:
-        words += ["--samples", "2", "--layers", "2", "3"]
-    found = []
+        monkeypatch.setattr("experiments.arms.builtin_judge", Marked)
+    path, found = getattr(used_run, "path", used_run), []
+    given = [str(path), *(word.format(path.parent) for word in words), "--resamples", "100"]
     for more in ([], ["--ray"]):
         out = tmp_path / f"out{len(more)}"
-        outcome = call(command, [*words, "--out", str(out), *more], capfd)
+        outcome = call(command, [*given, "--out", str(out), *more], capfd)
         assert outcome.status == 0, outcome.err
         found.append(pd.read_parquet(out / "estimates.parquet"))
     pd.testing.assert_frame_equal(*found, check_exact=True)
+
+
+@pytest.mark.slow
+def test_a_study_on_ray_says_what_one_of_threads_does(
+    local, tiny_model_dir, request, tmp_path, monkeypatch, capfd
+):
+    for name, value in SMALL.items():
+        monkeypatch.setattr(study, name, value)
+    said = []
+    for more in ([], ["--ray"]):
+        out = tmp_path / f"out{len(more)}"
+        words = [
+            tiny_model_dir,
+            "--dataset",
+            request.getfixturevalue("data"),
+            *SETTINGS,
+            "--out",
+            str(out),
+            *more,
+        ]
+        outcome = call(study.main, words, capfd)
+        assert outcome.status == 0, outcome.err
+        said.append(outcome.out.replace(str(out), "OUT"))
+    assert said[0] == said[1]
+    assert outcome.err.count("waiting for a device") <= 1  # the actors stay
 
 
 @pytest.mark.slow

@@ -14,10 +14,11 @@ import logging
 import os
 import queue
 import signal
+import socket
 import threading
 import time
 import uuid
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
@@ -47,7 +48,8 @@ def team_of(spec: ModelSpec, crew: Crew, progress: Progress) -> Team:
     if (spec, crew.ray) not in TEAMS:
         while TEAMS:
             TEAMS.popitem()[1].close()
-        TEAMS[spec, crew.ray] = Actors(spec, crew.ray, progress)
+        TEAMS[spec, crew.ray] = Actors(spec, crew.ray)
+    TEAMS[spec, crew.ray].say = progress.say
     return TEAMS[spec, crew.ray]
 
 
@@ -59,7 +61,7 @@ def device_of(device: str, address: str | None) -> torch.device:
         raise UserError(f"--device {device}: --ray uses all GPUs", remedy)
     if address in (None, HERE) or device not in ("auto", "cuda"):
         return resolve_device(device)
-    gpus = any(node["Alive"] and node["Resources"].get("GPU") for node in joined(address).nodes())
+    gpus = joined(address).cluster_resources().get("GPU")
     if device == "cuda" and not gpus:
         raise UserError("--device cuda: no node of the cluster has a GPU", "use --device cpu")
     return torch.device("cuda" if gpus else "cpu")
@@ -77,6 +79,9 @@ def joined(address: str) -> Any:
     before = signal.getsignal(signal.SIGTERM)
     logging.getLogger("ray").setLevel(logging.ERROR)
     try:
+        if ":" in address:  # Ray asks for minutes where nobody is
+            host, port = address.rsplit(":", 1)
+            socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
         how = {"log_to_driver": False, "logging_level": logging.ERROR}
         ray.init(address, **how, **(here if address == HERE else {}))
     except Exception as error:  # Ray raises many kinds
@@ -161,14 +166,14 @@ def versions() -> tuple[str, ...]:
 
 @dataclass(eq=False)
 class Device:
-    """A device of a cluster, and the actor there."""
+    """An actor, and the device of the cluster where it is."""
 
+    place: tuple[str, int]  # the node, and the number there
     host: str
-    actor: Any = None
+    actor: Any
     given: Any = None  # what it gives once it has the model
     machine: tuple[int, int] | None = None  # its cores and free memory then
     workers: int = 0
-    ended: int = 0  # how many actors have, since one has computed an item
 
 
 class Actors(Team):
@@ -176,92 +181,93 @@ class Actors(Team):
 
     most = 1024  # each costs this process a thread
 
-    def __init__(self, spec: ModelSpec, address: str, progress: Progress) -> None:
+    def __init__(self, spec: ModelSpec, address: str) -> None:
         if spec.device_map is not None:
             raise UserError("--device-map can't be used with --ray", "leave one of them out")
         self.device, self.threads = device_of(spec.device, address), 1
         self._spec, self._ray = replace(spec, device=self.device.type), joined(address)
         errors = self._ray.exceptions
         self._endings = errors.RayActorError, errors.ObjectLostError
-        self._devices: dict[tuple[str, int], Device] = {}  # by node, and number there
-        self._say, self._last, self._looked = progress.say, "", 0.0
-        self._alone = threading.Lock()
+        self._devices: list[Device] = []
+        self._ended: Counter[tuple[str, int]] = Counter()  # actors, since one has computed an item
+        self._put = lru_cache(8)(lambda task: [self._ray.put(task)])  # once for all calls
+        self.say: Callable[[str], None] = print
+        self._last, self._looked = "", 0.0
 
     def begin(self, task: Callable, *args: Any) -> Any:
         self._common: tuple = ()
         self._spread: tuple = ()
-        self._task = [self._ray.put(task)], args
-        for one in self._devices.values():
+        self._task = self._put(task), args
+        for one in self._devices:
             one.given, one.machine, one.workers = None, None, 0
-        self._say(f"waiting for a device of the cluster to load {self._spec.name} …")
+        if not self._devices:
+            self.say(f"waiting for a device of the cluster to load {self._spec.name} …")
         while not self._common:
             self._look()
             time.sleep(ASK / 10)
         return self._found
 
     def spread(self, crew: Crew, items: int, item_bytes: int = 0) -> None:
-        on_cpu, devices = self.device.type == "cpu", list(self._devices.values())
-        first = next((one.machine for one in devices if one.machine), None)
+        on_cpu = self.device.type == "cpu"
+        first = next((one.machine for one in self._devices if one.machine), None)
         threads = crew.for_items(items, item_bytes, on_cpu, first)[1]  # the same on all nodes
         self._spread = crew._replace(threads=threads), items, item_bytes, on_cpu
-        self._free: queue.SimpleQueue[tuple[Device, Any]] = queue.SimpleQueue()
-        self._sent: dict[Callable, list] = {}
-        for one in devices:
+        self._free: queue.SimpleQueue[Device] = queue.SimpleQueue()
+        for one in self._devices:
             self._give_work(one)
 
     def ready(self) -> int:
         if time.monotonic() - self._looked > LOOK:
             self._look()
-        return sum(one.workers for one in self._devices.values())
+        return sum(one.workers for one in self._devices)
 
     def call(self, task: Callable, *args: Any, listener: Any = None) -> Any:
         check = on_block.get() or self._look  # in the main thread nobody else looks
         for _ in range(AGAIN + 1):
-            one, actor = self._taken(check)
+            one = self._taken(check)
             try:
-                found = self._computed(actor, task, args, listener, check)
-                one.ended = 0
+                found = self._computed(one.actor, task, args, listener, check)
+                self._ended.pop(one.place, None)
                 return found
             except self._endings as error:
-                self._note_end(one, actor, error)
+                self._note_end(one, error)
             finally:
-                self._free.put((one, actor))
+                self._free.put(one)
         raise self._refusal()
 
     def close(self) -> None:
         """End all actors, so that those of another model can have the devices."""
-        for one in self._devices.values():
-            if one.actor is not None:
-                self._ray.kill(one.actor)
+        for one in self._devices:
+            self._ray.kill(one.actor)
 
     def devices(self) -> str:
-        return f", devices: {sum(one.workers > 0 for one in self._devices.values())}"
+        return f", devices: {sum(one.workers > 0 for one in self._devices)}"
 
     def _look(self) -> None:
         """See which devices there are now, and which have the model. For the main thread."""
-        self._looked, on_cpu, there = time.monotonic(), self.device.type == "cpu", []
+        self._looked, on_cpu, places = time.monotonic(), self.device.type == "cpu", 0
+        taken = {one.place for one in self._devices}
         for node in self._ray.nodes():
             cpus, gpus = (int(node["Resources"].get(name, 0)) for name in ("CPU", "GPU"))
             needs = {"num_cpus": cpus} if on_cpu else {"num_cpus": 0, "num_gpus": 1}
             for number in range((min(1, cpus) if on_cpu else gpus) * node["Alive"]):
-                new = Device(node["NodeManagerAddress"])
-                there.append(one := self._devices.setdefault((node["NodeID"], number), new))
-                if one.actor is None and one.ended <= AGAIN:
+                place, places = (node["NodeID"], number), places + 1
+                if place not in taken and self._ended[place] <= AGAIN:
                     kinds = self._ray.util.scheduling_strategies
                     at = kinds.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
                     how = needs | {"max_concurrency": CALLS, "scheduling_strategy": at}
-                    kind, one.given = self._ray.remote(**how)(Actor), None
-                    one.actor = kind.remote(self._spec, max(1, cpus), os.getcwd())
-        if there and not any(one.actor for one in there):
+                    kind, words = self._ray.remote(**how)(Actor), (max(1, cpus), os.getcwd())
+                    actor = kind.remote(self._spec, *words)
+                    self._devices.append(Device(place, node["NodeManagerAddress"], actor))
+        if places and not self._devices:
             raise self._refusal()
-        for one in there:
-            if one.actor and not one.given:
-                one.given = one.actor.begin.remote(*self._task)
-            if one.actor and not one.machine and self._ray.wait([one.given], timeout=0)[0]:
+        for one in [*self._devices]:
+            one.given = one.given or one.actor.begin.remote(*self._task)
+            if not one.machine and self._ray.wait([one.given], timeout=0)[0]:
                 try:
                     common, one.machine, found = self._got(one.given)
                 except self._endings as error:
-                    self._note_end(one, one.actor, error)
+                    self._note_end(one, error)
                     continue
                 if not self._common:
                     self._common, self._found = (*versions(), common[-1]), found
@@ -277,17 +283,18 @@ class Actors(Team):
         if self._spread and one.machine:
             one.workers = self._spread[0].for_items(*self._spread[1:], one.machine)[0]
             for _ in range(one.workers):
-                self._free.put((one, one.actor))
+                self._free.put(one)
 
-    def _note_end(self, one: Device, actor: Any, error: Exception) -> None:
+    def _note_end(self, one: Device, error: Exception) -> None:
         """An actor has ended, or doesn't answer."""
-        with self._alone:
-            if one.actor is not actor:
-                return  # noted before
-            one.actor, one.machine, one.workers, one.ended = None, None, 0, one.ended + 1
-        self._ray.kill(actor)  # one that only doesn't answer might go on
+        try:
+            self._devices.remove(one)
+        except ValueError:
+            return  # noted before, by another thread
+        self._ended[one.place] += 1
+        self._ray.kill(one.actor)  # one that only doesn't answer might go on
         self._last = f"{one.host}: {_last_line(error)}"
-        self._say(f"{self._last}; what was under way there is computed again")
+        self.say(f"{self._last}; what was under way there is computed again")
 
     def _refusal(self) -> UserError:
         return UserError(
@@ -295,13 +302,12 @@ class Actors(Team):
             "see Ray's log of it; if its node lacks memory, give fewer --workers",
         )
 
-    def _taken(self, check: Callable[[], None]) -> tuple[Device, Any]:
+    def _taken(self, check: Callable[[], None]) -> Device:
         """A worker that is free, and still there."""
         while True:
             with contextlib.suppress(queue.Empty):
-                one, actor = self._free.get(timeout=ASK)
-                if one.actor is actor:
-                    return one, actor
+                if (one := self._free.get(timeout=ASK)) in self._devices:
+                    return one
             check()
 
     def _computed(
@@ -309,9 +315,7 @@ class Actors(Team):
     ) -> Any:
         """What a worker of an actor computes; what it reports is passed on meanwhile."""
         key, ended = uuid.uuid4().hex, False
-        if task not in self._sent:
-            self._sent[task] = [self._ray.put(task)]
-        given = actor.call.remote(key, self._spread[0].threads, self._sent[task], args)
+        given = actor.call.remote(key, self._spread[0].threads, self._put(task), args)
         try:
             while not ended:
                 ended = bool(self._ray.wait([given], timeout=ASK)[0])
