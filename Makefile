@@ -46,6 +46,7 @@ clean:
 	rm -rf $(VENV)
 
 $(INSTALLED): pyproject.toml constraints.txt
+	@echo "installing into $(VENV), quietly; this takes a minute or more"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "error: Python 3.11 or newer is needed; name one: make PYTHON=python3.12 …" >&2; exit 2; }
 	@$(PYTHON) -m venv $(VENV) || \

@@ -146,6 +146,8 @@ def test_a_field_of_the_data_tells_rates_apart(run, rates):
     )
     said = "By topic, 0 of 2 (topic = a) to 1.00 (2 groups, such as topic = b) of greedy turns"
     assert _by_group("topic", tied).startswith(said)
+    tied.loc[1:, ["rows", "value"]] = 0, float("nan")  # none of their turns could be assessed
+    assert "same rate" not in _by_group("topic", tied)
 
 
 def test_every_rate_is_printed_with_its_interval_and_written(run, rates, tmp_path):

@@ -164,6 +164,7 @@ def _sentence(judged: JudgedTurns, of: pd.DataFrame, groups: pd.DataFrame, level
 def _by_group(field: str, rows: pd.DataFrame) -> str:
     """The lowest and the highest rate by a field of the data, of greedy turns if there are any."""
     rates = rows[(rows["quantity"] == "rate") & (rows["outcome"] == "follow_up")]
+    rates = rates[rates["rows"] > 0]  # a group of which no turn could be assessed has no rate
     t = rates["temperature"].min()
     rates = rates[rates["temperature"] == t].sort_values("value", kind="stable")
     if len(rates) < 2:
