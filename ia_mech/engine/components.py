@@ -16,8 +16,9 @@ from ia_mech.engine.blocks import find_blocks
 from ia_mech.engine.memory import allowed
 from ia_mech.engine.state import PREFILL_TOKENS, Prefix, prefill, similar_lengths
 from ia_mech.errors import UserError
+from ia_mech.run.tokens import COMPONENTS
 
-RESID, ATTN, MLP = COMPONENTS = ("resid", "attn", "mlp")
+RESID, ATTN, MLP = COMPONENTS
 ATTRIBUTE = "_ia_mech_branches"  # of a model whose branches have hooks
 ROUNDINGS = 4  # epsilons, of the norms of all terms, by which the sum may miss
 _POST_MLP = ("post_feedforward_layernorm", "post_mlp_layernorm")  # Gemma and OLMo; GLM
@@ -60,7 +61,6 @@ def states(
     """
     branches = set(components) - {RESID}
     if branches:
-        refuse_embeddings(layers)
         _hook_branches(model)
     found: dict[str, dict[int, Tensor]] = {component: {} for component in components}
     lengths = [len(ids) for ids in sequences]
@@ -87,15 +87,6 @@ def states(
         component: torch.stack([rows[i] for i in range(len(sequences))])
         for component, rows in found.items()
     }
-
-
-def refuse_embeddings(layers: Sequence[int]) -> None:
-    """Refuse layer 0 where a branch is asked for."""
-    if 0 in layers:
-        raise UserError(
-            f"layer 0 is the embeddings: it has the component {RESID} alone",
-            f"name layers from 1 up for {ATTN} and {MLP}",
-        )
 
 
 def _added(kept: _Kept, resid: Tensor, model: PreTrainedModel) -> dict[str, Tensor]:
