@@ -16,6 +16,7 @@ COMMANDS = {
         "ia_mech.collect.command",
         "let a model write user turns; keep its states and logits",
     ),
+    "capture": ("ia_mech.collect.capture", "add states of any token of contexts and turns"),
     "judge": ("ia_mech.judge.__main__", "label turns: is it a follow-up?; agreement of labels"),
     "rates": ("ia_mech.rates.__main__", "how often turns are follow-ups, and against what control"),
     "report": ("ia_mech.report.__main__", "one page with all results on a run, and its turns"),

@@ -10,6 +10,7 @@
     generations/part-00000.parquet        one row per generation
     header_logits/00000.safetensors
     residuals/00000.safetensors           one tensor per layer
+    states/0a1b2c3d-00000.safetensors     what ia-mech capture adds, per component and layer
 """
 
 import json
@@ -26,7 +27,8 @@ from ia_mech.errors import UserError
 FORMAT = 6
 CARD, MANIFESTS = "README.md", "manifests"
 PART_KINDS = ("responses", "contexts")
-TENSORS = ("residuals", "header_logits")  # folders whose files a run can be read without
+STATES = "states"  # the kind of a part that ia-mech capture adds, and its folder
+TENSORS = ("residuals", "header_logits", STATES)  # folders whose files a run can be read without
 LOGITS = "shifted"  # the name of the tensor of header logits
 METADATA = "names"  # the key, in the metadata of tensors, of JSON with ``contexts``, ``positions``
 
@@ -179,6 +181,11 @@ def texts_of(files: dict[str, Any]) -> dict[str, Any]:
 def layer_name(layer: int) -> str:
     """The name of a layer's tensor ``[contexts, positions, d_model]``."""
     return f"layer_{layer:02d}"
+
+
+def state_name(component: str, layer: int) -> str:
+    """The name of a component's tensor ``[contexts, tokens, d_model]`` at a layer."""
+    return f"{component}_{layer_name(layer)}"
 
 
 def refuse_as_run(folder: Path) -> None:

@@ -23,10 +23,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from safetensors import SafetensorError, safe_open
 
-from ia_mech.cli import expanded
+from ia_mech.cli import expanded, shell_word
 from ia_mech.errors import UserError
 from ia_mech.run import integrity, layout
 from ia_mech.run.labels import Labels, choose_judge
+from ia_mech.run.tokens import TURN, token_names
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,7 +58,7 @@ class Run:
                 continue
             part = integrity.read_manifest(file, digest)
             self._parts[part["kind"], part["name"]] = part
-            if part["session"] not in self.sessions:
+            if part["kind"] != layout.STATES and part["session"] not in self.sessions:
                 self.sessions.append(part["session"])
         self.sessions.sort(key=lambda session: str(session.get("begun")))
         self._compared: set[str] = set()  # files whose hash has been compared
@@ -439,6 +440,8 @@ class Run:
         position: str | Sequence[str] | None = None,
         *,
         turns: pd.DataFrame | None = None,
+        tokens: str | Sequence[str] | None = None,
+        component: str = "resid",
     ) -> "Tensor":
         """The residual stream, ``[contexts, layers, positions, d_model]``.
 
@@ -453,14 +456,27 @@ class Run:
             turns: rows with ``context_id``, such as some of :attr:`generations` or
                 :meth:`labelled`. The first axis then has a row per turn, the state of the context
                 that the turn followed, in the order of this frame.
+            tokens: in place of positions, tokens that ``ia-mech capture`` has added, such as
+                ``response:-1`` or ``turn:0``; one word for one token leaves the axis out.
+            component: of tokens: ``resid``, or what a block's ``attn`` or ``mlp`` added.
 
         Raises:
-            UserError: no such layer, a position that wasn't kept, a context that isn't in the run,
-                a missing or damaged file of tensors, or no finished part yet.
+            UserError: no such layer, tokens that weren't captured, a position that wasn't kept, a
+                context that isn't in the run, a missing or damaged file of tensors, or no
+                finished part yet.
         """
         import torch
 
         layers, one_layer = self._chosen_layers(layer)
+        if tokens is not None or component != "resid":
+            if tokens is None or position is not None:
+                raise UserError(
+                    f"a component {component!r} or tokens without positions' names",
+                    "give tokens=, such as ['turn:0'], and no position=",
+                )
+            found = self._captured(layers, tokens, component, turns)
+            found = found[:, 0] if one_layer else found
+            return found if turns is None else found[self._rows_of(turns)]
         at: int | list[int] | slice = slice(None)
         if isinstance(position, str) or not isinstance(position, Iterable | None):
             at = self._position(position)
@@ -472,6 +488,60 @@ class Run:
         found = torch.cat([torch.stack(self._residuals(part, layers, at), 1) for part in parts])
         found = found[:, 0] if one_layer else found
         return found if turns is None else found[self._rows_of(turns)]
+
+    def layers_of(self, layer: Any) -> list[int]:
+        """Layers counted from 0.
+
+        Raises:
+            UserError: no such layer.
+        """
+        return self._chosen_layers(layer)[0]
+
+    def _captured(
+        self,
+        layers: list[int],
+        words: str | Sequence[str],
+        component: str,
+        turns: pd.DataFrame | None,
+    ) -> "Tensor":
+        """``[contexts, layers, tokens, d_model]`` of what was captured; one token's axis is left
+        out."""
+        import torch
+
+        tokens = token_names([words] if isinstance(words, str) else words)
+        of_turns = any(name.startswith(f"{TURN}:") for name in tokens)
+        if (
+            turns is not None
+            and of_turns
+            and not (turns.get("temperature", pd.Series([1])) == 0).all()
+        ):
+            raise UserError(
+                "tokens of turns are captured of greedy turns alone",
+                "give greedy turns, those at temperature 0",
+            )
+        wanted = {layout.state_name(component, layer) for layer in layers}
+        found = []
+        for part in self._finished_parts():
+            for one in self.parts(layout.STATES):
+                if not one["name"].endswith(f"-{part['name']}"):
+                    continue
+                file = self._file(one, layout.part_file(layout.STATES, one["name"]))
+                with safe_open(file, framework="pt") as kept:
+                    there = json.loads(kept.metadata()[layout.METADATA])["tokens"]
+                    if wanted <= set(kept.keys()) and set(tokens) <= set(there):
+                        at = [there.index(name) for name in tokens]
+                        each = [kept.get_tensor(layout.state_name(component, n)) for n in layers]
+                        found.append(torch.stack(each, 1)[:, :, at])
+                        break
+            else:
+                raise UserError(
+                    f"{component} of {' '.join(tokens)} at layers {layers} isn't in {self.path}",
+                    f"add it with: ia-mech capture {shell_word(self.path)} --tokens "
+                    f"{' '.join(tokens)} --layers {' '.join(map(str, layers))} --component "
+                    f"{component}",
+                )
+        whole = torch.cat(found)
+        return whole[:, :, 0] if isinstance(words, str) and len(tokens) == 1 else whole
 
     def _chosen_layers(self, layer: Any) -> tuple[list[int], bool]:
         """Layers counted from 0, and whether a single one was asked for."""
@@ -622,7 +692,7 @@ class Run:
     def verify(self) -> list[str]:
         """Compare the content of every file with its hash; returns a line per damaged part."""
         problems = []
-        for kind in layout.PART_KINDS:
+        for kind in (*layout.PART_KINDS, layout.STATES):
             for part in self.parts(kind):
                 problem = integrity.damage(self.path, part["files"], content=True)
                 if problem is not None:
@@ -706,9 +776,12 @@ class Run:
             raise self._damaged(part, error) from None
 
     def _damaged(self, part: dict[str, Any], problem: object) -> UserError:
+        again = f"compute the part again with: {self.command}"
+        if part["kind"] == layout.STATES:
+            again = "capture it again with the same ia-mech capture command"
         return UserError(
             f"part {part['name']} of {self.path} is damaged: {problem}",
-            f"restore the file, or compute the part again with: {self.command}",
+            f"restore the file, or {again}",
         )
 
 

@@ -217,6 +217,15 @@ class RunWriter:
                 files |= self._write_tensors("residuals", name, kept, names)
         self._add("contexts", name, contexts.num_rows, files, batch_rows, captured)
 
+    def add_states(
+        self, name: str, tensors: "dict[str, Tensor]", contexts: list[str], tokens: list[str]
+    ) -> None:
+        """Write what was captured of a part's contexts at these tokens."""
+        self._refuse_unclaimed(layout.STATES, name)
+        names = {"tokens": tokens, "contexts": contexts}
+        files = self._write_tensors(layout.STATES, name, tensors, names)
+        self._add(layout.STATES, name, len(contexts), files, None, False)
+
     def finish(self) -> None:
         """Write the dataset card if the run is complete, has a context and no card yet."""
         run = Run(self.path)

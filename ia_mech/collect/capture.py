@@ -1,0 +1,196 @@
+"""States of any token of a run's contexts, and of the greedy turns after them.
+
+A run keeps the residual stream at the user header (--positions). This command computes it anywhere
+else, from the tokens' ids, in one pass over each context and its turn. So the states of tokens that
+were generated can be had, too, and what each block's attention and MLP add.
+
+    ia-mech capture cache/RUN --tokens response:-1 --layers 8 15 22
+    ia-mech capture cache/RUN --tokens turn:0..3 header:-1 --layers 15 --component attn mlp
+    ia-mech capture cache/RUN --tokens query:0..9 --layers 15 --dry-run
+
+Tokens: query, response, header, context (all that the model reads) or turn (the greedy one), then a
+number from 0, or from -1 for the last token; FIRST..LAST includes both. Where a part is too short,
+the state is NaN.
+Components: resid is the residual stream behind a block. attn and mlp are what its attention (full
+or recurrent) and its MLP add to it, after the norm behind them where the block has one. So resid of
+the layer before, attn and mlp sum to resid.
+In Python: run.residuals(15, tokens=["turn:0", "turn:1"], component="attn").
+What was captured before is not computed again; an interrupted command goes on when it is repeated.
+"""
+
+import argparse
+import hashlib
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from ia_mech.cli import Parser, run_command, run_folder, shell_word, whole_from
+from ia_mech.errors import UserError
+from ia_mech.run import Run, RunWriter, layout
+from ia_mech.run.tokens import COMPONENTS, TURN, place_of, token_names
+
+if TYPE_CHECKING:
+    from ia_mech.chat.format import ChatFormat
+    from ia_mech.display import Progress
+    from ia_mech.models.load import Subject
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="ia-mech capture", description=__doc__)
+    parser.add_argument("run", type=run_folder, metavar="RUN", help="what ia-mech sample wrote")
+    parser.add_argument("--tokens", nargs="+", required=True, metavar="TOKENS", help="see above")
+    parser.add_argument(
+        "--layers", nargs="+", required=True, type=whole_from(0), help="0 is the embeddings"
+    )
+    parser.add_argument(
+        "--component", nargs="+", choices=COMPONENTS, default=["resid"], help="(default: resid)"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="say what would be written, and stop"
+    )
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    args = build_parser().parse_args(argv)
+
+    def body() -> None:
+        run = Run.open(args.run)
+        wanted = Wanted(run, args.tokens, args.layers, args.component)
+        print(wanted.plan())
+        if not args.dry_run:
+            from ia_mech.display import Bar
+            from ia_mech.engine.installed import install
+            from ia_mech.models.load import load, recall
+
+            subject = load(recall(run.settings, run.model["weights_hash"]))
+            install(subject.model)
+            capture(wanted, subject, Bar())
+            print(f"written to {shell_word(run.path / layout.STATES)}")
+
+    return run_command(body, lambda: "whole parts are kept; repeat the command to go on")
+
+
+class Wanted:
+    """What is to be captured of a run.
+
+    Raises:
+        UserError: no such token, layer or component, or a run whose turns an intervention wrote.
+    """
+
+    def __init__(self, run: Run, tokens: list[str], layers: list[int], components: list[str]):
+        self.run, self.tokens = run, token_names(tokens)
+        self.layers = sorted({*run.layers_of(layers)})
+        self.components = [one for one in COMPONENTS if one in components]
+        if self.components != ["resid"] and 0 in self.layers:
+            raise UserError(
+                "layer 0 is the embeddings: it has the component resid alone",
+                "name layers from 1 up for attn and mlp",
+            )
+        if run.settings["intervention"] is not None:
+            raise UserError(
+                f"{run.path} was sampled under --intervention {run.settings['intervention']}",
+                "give a run that was sampled without one",
+            )
+        self.turns = any(name.startswith(f"{TURN}:") for name in self.tokens)
+        text = json.dumps([self.tokens, self.layers, self.components])
+        self.digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+
+    def sequences(self) -> pd.Series:
+        """Each context's ids, and those of its greedy turn if any of its tokens is wanted."""
+        contexts = self.run.contexts
+        ids = contexts["token_ids"].map(list)
+        if not self.turns:
+            return ids
+        greedy = self.run.generations
+        greedy = greedy[greedy["temperature"] == 0].set_index("context_id")["token_ids"]
+        return ids + contexts["context_id"].map(greedy).map(list)
+
+    def plan(self) -> str:
+        """What is computed and written, in a line."""
+        ids, model = self.sequences(), self.run.model
+        size = 4 if model["dtype"] == "float32" else 2
+        each = len(self.tokens) * len(self.layers) * len(self.components)
+        total = len(ids) * each * model["d_model"] * size
+        return (
+            f"{len(ids)} contexts, {ids.map(len).sum():,} tokens to compute (as long as prefilling "
+            f"them), {each} states of each, {total / 2**20:,.1f} MiB"
+        )
+
+
+def capture(wanted: Wanted, subject: "Subject", progress: "Progress") -> None:
+    """Compute and write those parts of what is wanted that aren't there.
+
+    Raises:
+        UserError: the model has other weights now, or can't give a component.
+    """
+    from ia_mech.collect.plan import build_chat
+    from ia_mech.engine.components import states
+    from ia_mech.settings import Settings
+
+    run = wanted.run
+    if subject.weights_hash != run.model["weights_hash"]:
+        raise UserError(
+            f"{subject.spec.name} has the weights {subject.weights_hash} now, {run.path} those of "
+            f"{run.model['weights_hash']}",
+            "restore the model, or sample the run again",
+        )
+    chat = build_chat(Settings.read(run.settings), subject.files)
+    contexts, sequences, begin = run.contexts, wanted.sequences(), 0
+    names = {
+        f"{wanted.digest}-{part['name']}": part["contexts"]
+        for part in run.parts("contexts")
+        if part["contexts"]
+    }
+    with RunWriter(run.path, {key: run.record[key] for key in run.record if key != "format"}) as to:
+        to.start_session({})
+        for problem in to.find_damage(layout.STATES, names):
+            progress.say(f"{problem}; it is computed again")
+        progress.start("states", int(sequences.map(len).sum()), unit="token")
+        for name, count in names.items():
+            rows = contexts.iloc[begin : begin + count]
+            ids = sequences.iloc[begin : begin + count].tolist()
+            begin += count
+            if not to.claim(layout.STATES, name):
+                progress.advance(sum(map(len, ids)))
+                continue
+            at = [
+                [place_of(token, _spans(chat, row, len(own))) for token in wanted.tokens]
+                for (_, row), own in zip(rows.iterrows(), ids, strict=True)
+            ]
+            found = states(
+                subject.model, ids, at, wanted.layers, wanted.components, progress.advance
+            )
+            tensors = {
+                layout.state_name(component, layer): whole[:, number].contiguous()
+                for component, whole in found.items()
+                for number, layer in enumerate(wanted.layers)
+            }
+            to.add_states(name, tensors, rows["context_id"].tolist(), wanted.tokens)
+        progress.stop()
+
+
+def _spans(chat: "ChatFormat", row: Any, length: int) -> dict[str, range]:
+    """The indices of each part of a context, and of the turn behind it."""
+    context = chat.context(list(row["messages"]))
+    if context.ids != list(row["token_ids"]):
+        raise UserError(
+            f"the chat template gives context {row['context_id']!r} other tokens than the run has",
+            "use the tokenizer that the run was sampled with",
+        )
+    header = [at for name, at in context.positions.items() if name.startswith("header_")]
+    at = [one for one in header if one is not None]
+    return {
+        "query": context.query,
+        "response": context.response,
+        "header": range(min(at), max(at) + 1),
+        "context": range(len(context.ids)),
+        TURN: range(len(context.ids), length),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
