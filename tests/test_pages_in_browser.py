@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from judging import plant
+from runs import sampled
 from test_perturbations import folder, plain
 from test_report import CATEGORIES, HOSTILE, hostile, judged, no_tokenizer, unpacked
 
@@ -28,6 +29,7 @@ from ia_mech.report.turns import columns_of
 from ia_mech.results import Table
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
+from ia_mech.settings import Settings
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium")
@@ -310,6 +312,25 @@ def test_a_field_of_the_data_filters_and_a_link_says_what_isnt_there(opened):
     page.wait_for_function("document.querySelector('#count').textContent.includes('no data')")
     assert "This page has no data: topic music." in page.locator("#count").text_content()
     assert page.get_by_label("data: topic").input_value() == ""
+
+
+def test_turns_with_drawn_tokens_stand_apart_and_their_rates_lead_to_them(
+    tiny_subject, tmp_path, opened
+):
+    drawn = Settings(limit=6, temperatures=1, samples=2, drawn_tokens="1 all", max_new_tokens=4)
+    run = sampled(drawn, tiny_subject, tmp_path / "run")
+    plant(run, "builtin", [FOLLOW_UP] * 30)
+    for words in ([], ["--drawn-tokens", "1"]):
+        assert rates_main([str(run.path), *words]) == 0
+    page = opened(render_report([run]))
+    assert choice(page, "drawn tokens") == "whole turns" and counted(page) == (6, 18)
+    page.evaluate("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
+    for card, turns in (("whole turns", 12), ("1", 12)):
+        side = page.locator(f".side[data-drawn='{card.removeprefix('whole turns')}']")
+        side.locator("td a[href*='temperature=T+']").first.click()
+        assert choice(page, "drawn tokens") == card and counted(page) == (6, turns)
+    option(page, "drawn tokens", "")
+    assert counted(page) == (6, 24)
 
 
 def test_hostile_texts_do_nothing(run, opened):

@@ -4,6 +4,7 @@ const SHOWN_AFTER = ["its own conversation", "a wrong conversation", "a sibling 
 const DECOYS = [null, "wrong_conversation", "sibling"]; // as results name them
 const DECOY = [null, "decoy: this is a wrong conversation for it",
   "decoy: this response is a sibling of its own"];
+const WHOLE = "whole turns"; // all of whose tokens are drawn, and greedy ones
 const UNCHANGED = "unchanged"; // the condition of a conversation that no experiment changed
 const CONTEXTS = 10; // on a page
 const DRAWN = 20; // turns in a random draw
@@ -81,7 +82,8 @@ unpacked().then((data) => {
       ["disagree", disagree], ["agree", (i) => verdicts(i).length > 1 && !disagree(i)]]);
   }
   choice("temperature", valuesOf(upwards(turns.temperature), (i) => turns.temperature[i], temperature));
-  choice("drawn tokens", valuesOf(upwards(turns.drawn), (i) => turns.drawn[i], (k) => k || "all"));
+  const whole = turns.drawn.some((k, i) => k === 0 && turns.temperature[i] > 0); // most tables count these alone
+  choice("drawn tokens", valuesOf(upwards(turns.drawn), (i) => turns.drawn[i], (k) => (k ? String(k) : WHOLE)), whole ? WHOLE : "");
   choice("condition", valuesOf(contexts.condition, ofContext("condition")), UNCHANGED);
   const fits = turns.follow_up_to_original; // of turns after changed conversations
   if (fits) {
@@ -376,7 +378,7 @@ unpacked().then((data) => {
   const values = (name) => [...(form.elements.namedItem(name)?.options || [])].map((o) => o.value);
   const link = (place, ...content) => el("a", { href: `#${new URLSearchParams(place)}` }, ...content);
 
-  function placeOf(pairs, { judge: ofSide, by }) {
+  function placeOf(pairs, { judge: ofSide, by, drawn }) {
     const judge = ofSide || judges[0];
     const place = {}, row = new Map(pairs), category = `category${byJudge(judge)}`;
     const heading = (cell) => data.headings[data.categories.indexOf(cell)] || cell;
@@ -399,6 +401,7 @@ unpacked().then((data) => {
         if (value && value !== "all" && values(name).includes(value)) place[name] = value;
       }
     }
+    if (drawn && place.temperature && place.temperature !== temperature(0)) place["drawn tokens"] = drawn;
     return place;
   }
 

@@ -103,6 +103,11 @@ class Answer:
         return str(self.result.about.get("settings", {}).get("by") or "")
 
     @property
+    def drawn(self) -> str:
+        """How many drawn tokens the sampled turns have, if they weren't drawn as a whole."""
+        return str(self.result.about.get("settings", {}).get("drawn_tokens") or "")
+
+    @property
     def sentences(self) -> list[list[str]]:
         """The findings, each cut into pieces: every second piece is an interval.
         :attr:`controls` are cut in the same way."""
