@@ -66,6 +66,20 @@ def _models_read_once():
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _own_notes(tmp_path_factory):
+    """Notes of where models lie are this process's: another's folders may be gone at any moment.
+    Tests that set a cache of their own have its notes."""
+    folder, places = tmp_path_factory.mktemp("places"), models._places
+
+    def noted(weights: str) -> Path:
+        return places(weights) if "IA_MECH_CACHE" in os.environ else folder / weights
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(models, "_places", noted)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _tiny_encoder():
     """The built-in judge reads with a random encoder; ``embedded.encoder_directory`` gives it."""
     with pytest.MonkeyPatch.context() as patch:

@@ -77,7 +77,8 @@ def test_the_command_lists_its_arms_and_samples_each_once(siblings, tmp_path, ca
     ends = [one["text"].rpartition("user\n")[2] for _, one in opened.contexts.iterrows()]
     assert set(ends) == {OPENING}
     again = call(main, words, capfd)
-    assert (again.status, again.out) == (0, outcome.out)
+    assert again.status == 0, again.err
+    assert again.out == outcome.out
     planned = call(main, [*words, "--dry-run"], capfd).out
     assert planned.count("; done already") == 2 and "\ntime " not in planned
     assert f"go to {out}" in " ".join(planned.split())
