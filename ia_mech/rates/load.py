@@ -141,9 +141,9 @@ def read_runs(
     The judge is that of :func:`ia_mech.run.labels.choose_judge`, and the annotator by default the
     only one if there is one (:data:`NO_ANNOTATOR`: none). ``responses`` is as for
     :func:`restrict_responses`. ``by`` is a field of the data: turns are then told apart by its
-    values instead of by dataset. It may be ``dataset`` itself. Of
-    sampled turns those count whose first ``drawn_tokens`` tokens were drawn and no others; by
-    default those that were drawn as a whole.
+    values instead of by dataset. It may be ``dataset`` itself. Of sampled turns those count whose
+    first ``drawn_tokens`` tokens were drawn and no others; by default those that were drawn as a
+    whole.
 
     Raises:
         UserError: as :func:`open_runs`; a judge or an annotator has to be named;

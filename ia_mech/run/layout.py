@@ -80,20 +80,14 @@ GENERATIONS = pa.schema(
 )
 
 
+DECODING = ("temperature", "drawn_tokens", "sample")  # tells the turns of a context apart
 # The columns of ``Run.turns``, which identify a turn. NAMES are texts that many turns share.
 NAMES = ("context_id", "source_id", "dataset", "perturbation")
-PLACE = (
-    *("order", "response_index", "response_unfinished"),
-    *("temperature", "drawn_tokens", "sample"),
-)
+PLACE = ("order", "response_index", "response_unfinished", *DECODING)
 UNFINISHED = ("length", "thought")  # the ``response_finish_reason`` of unfinished responses
 UNPERTURBED = "none"  # the perturbation of a conversation as it is
-TURN_KEYS = (
-    "order",
-    "temperature",
-    "drawn_tokens",
-    "sample",
-)  # generations are sorted by these columns
+# Generations are sorted by these columns.
+TURN_KEYS = ("order", *DECODING)
 
 
 def message_columns(message: dict[str, Any]) -> dict[str, Any]:
