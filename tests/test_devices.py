@@ -27,6 +27,8 @@ from experiments import elicit, locate, steering
 from experiments.experiment import Model
 from experiments.fit import Learning, SteeredContext, learn
 from ia_mech.collect import job
+from ia_mech.collect.capture import Wanted, capture
+from ia_mech.display import Quiet
 from ia_mech.engine.check import TOKENS, check_engine
 from ia_mech.engine.decode import Row, decode
 from ia_mech.engine.installed import install
@@ -39,6 +41,7 @@ from ia_mech.judge import builtin_judge
 from ia_mech.judge.judging import label_run
 from ia_mech.judge.rubric import FOLLOW_UP
 from ia_mech.models.load import Subject
+from ia_mech.run import Run
 from ia_mech.settings import Settings
 from ia_mech.steering import ADD, TURN, SteeringVector
 
@@ -184,24 +187,28 @@ def both(architecture, tokenizer) -> tuple[Subject, Subject]:
 def test_the_main_job_equals_that_on_one_device(
     architecture, tokenizer, tmp_path, gpus, monkeypatch
 ):
-    """Responses, user turns, and states."""
+    """Responses, user turns with few and with all tokens drawn, and states at the header and of any
+    token."""
     # The check has a test of its own, and takes longer than the rest.
     monkeypatch.setattr(job, "check_engine", lambda model, *_, **__: install(model).engine)
     data = scored.dataset(tmp_path / "chats.jsonl", scored.CONVERSATIONS[:1])
-    wanted, found = (
-        sampled(
-            Settings(
-                dataset=data, model=one.spec.name, samples=1, responses=2, **DECODING, **WRITTEN
-            ),
-            one, tmp_path / str(number), Silent(),
-        )
-        for number, one in enumerate(both(architecture, tokenizer))
-    )  # fmt: skip
+    runs = []
+    for number, one in enumerate(both(architecture, tokenizer)):
+        given = {"dataset": data, "model": one.spec.name, "samples": 1, "responses": 2}
+        settings = Settings(**given, **DECODING, **WRITTEN, drawn_tokens=(1, "all"))
+        run = sampled(settings, one, tmp_path / str(number), Silent())
+        capture(Wanted(run, ["response:-1", "turn:0"], [1, 4], ["attn", "mlp"]), one, Quiet())
+        runs.append(Run.open(run.path))
+    wanted, found = runs
     assert found.contexts["text"].tolist() == wanted.contexts["text"].tolist()
     assert found.generations["text"].tolist() == wanted.generations["text"].tolist()
     for layer in found.layers:
         states = (run.residuals(layer, "header_last") for run in (found, wanted))
         assert relative_l2(*states) <= VECTOR
+    for part in ("attn", "mlp"):
+        for token in ("response:-1", "turn:0"):
+            states = (run.residuals([1, 4], tokens=token, component=part) for run in runs)
+            assert relative_l2(*states) <= VECTOR
 
 
 @pytest.mark.parametrize(
