@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from ia_mech.chat.template import PINNED_DATE
 from ia_mech.cli import (
+    coverage,
     did_you_mean,
     expanded,
     nonblank,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 ALL = "all"  # the drawn tokens of a turn
 COLDEST, HOTTEST = 1e-3, 1e3  # logits divided by less or by more leave what float32 can tell apart
+MOST_FIRST = 40  # first tokens of a context that turns go on from
 MOST = 1_000_000  # samples of a temperature, and tokens of a turn: rows are planned as lists
 Shard = tuple[int, int]  # one of the shares of a run: its number, from 1, and of how many
 WHOLE: Shard = (1, 1)
@@ -317,6 +319,14 @@ class Settings:
     drawn_tokens: tuple[int | str, ...] = _setting(
         (ALL,), TURNS, "K", "draw a turn's first K tokens, the rest is greedy; or: all", _drawn
     )
+    first_tokens: float | None = _setting(
+        None,
+        TURNS,
+        "SHARE",
+        "draw nothing: go on greedily from each of the likeliest first tokens that together have "
+        f"this probability at T, at most {MOST_FIRST}",
+        coverage,
+    )
     seed: int = _setting(0, TURNS, "N", "of the sampling", whole_from(0))
     positions: tuple[str, ...] = _setting(
         ("all",), TURNS, "P", "where the residual stream is kept: all, header, or names"
@@ -424,11 +434,23 @@ class Settings:
                 f"{fewer[-1]} drawn tokens, but turns have at most {self.max_new_tokens}",
                 "give fewer, or a larger --max-new-tokens",
             )
+        if self.first_tokens and (len(self.temperatures) > 1 or counts != [ALL]):
+            raise UserError(
+                "each of the first tokens is gone on from greedily, by their probability at one "
+                "temperature",
+                "give one of --temperatures, and no --drawn-tokens",
+            )
         return *fewer, *(k for k in counts if k == ALL)
 
     def rows(self) -> list[tuple[float, int, int]]:
         """(temperature, drawn tokens, sample) of every row of a context: greedy first, as
-        (0.0, 0, 0). Where all tokens are drawn, their number is ``max_new_tokens``."""
+        (0.0, 0, 0). Where all tokens are drawn, their number is ``max_new_tokens``.
+
+        With ``first_tokens`` a context may have fewer: sample n goes on from the first token that
+        is the n-th likeliest, from 0.
+        """
+        if self.first_tokens:
+            return [(0.0, 0, 0), *((t, 1, n) for t in self.temperatures for n in range(MOST_FIRST))]
         drawn = [self.max_new_tokens if k == ALL else int(k) for k in self.drawn_tokens]
         each = product(self.temperatures, drawn, range(self.samples))
         return [(0.0, 0, 0), *each]

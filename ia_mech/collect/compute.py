@@ -8,6 +8,7 @@ import copy
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, cast
 
 import torch
@@ -21,7 +22,7 @@ from ia_mech.collect.rows import ContextResult, PreparedContext
 from ia_mech.engine.decode import Decoded, Row, decode
 from ia_mech.engine.installed import installed
 from ia_mech.engine.intervene import at_tokens
-from ia_mech.engine.sampling import response_stream_key, stream_key
+from ia_mech.engine.sampling import first_tokens_holding, response_stream_key, stream_key
 from ia_mech.engine.score import Scored, Turn, score
 from ia_mech.engine.shared import Engine
 from ia_mech.engine.splice import prefill_foreign
@@ -225,6 +226,7 @@ class Computation:
         groups, order = self._prefilled(contexts, work)
         members = [contexts[number] for number in order]  # in the order of the groups
         scored = self._real_follow_ups(groups, members)
+        counts = self._rows_of(groups, work)
         rows = [
             Row(
                 number,
@@ -232,9 +234,10 @@ class Computation:
                 stream_key(self.settings.seed, context.conversation.source_id, sample),
                 context.at_turn,
                 drawn,
+                sample if self.settings.first_tokens and drawn else None,
             )
             for number, context in enumerate(members)
-            for temperature, drawn, sample in grid
+            for temperature, drawn, sample in grid[: counts[number]]
         ]
         decoded = decode(
             model,
@@ -249,6 +252,7 @@ class Computation:
         logits = torch.cat([group.logits for group in groups]).cpu()
         residuals = torch.cat([cast(Tensor, group.residuals) for group in groups]).cpu()
         results: dict[int, ContextResult] = {}
+        own = iter(decoded)
         for at, number in enumerate(order):
             if logits[at].isnan().any():
                 raise UserError(
@@ -256,9 +260,25 @@ class Computation:
                     f"{contexts[number].conversation.id} in {self.subject.describe()['dtype']}",
                     "use --dtype bfloat16 or float32 and another --out",
                 )
-            own = decoded[at * len(grid) : (at + 1) * len(grid)]
-            results[number] = ContextResult(own, scored.get(at), logits[at], residuals[at])
+            turns = list(islice(own, counts[at]))
+            results[number] = ContextResult(turns, scored.get(at), logits[at], residuals[at])
         return [results[number] for number in range(len(contexts))]
+
+    def _rows_of(self, groups: list[Prefilled], work: PartProgress) -> list[int]:
+        """How many of the rows of ``Settings.rows`` each context has: all of them, or as many first
+        tokens as are asked for."""
+        most, share = len(self.settings.rows()), self.settings.first_tokens
+        if not share:
+            return [most] * sum(len(group.logits) for group in groups)
+        (t,) = self.settings.temperatures
+        counts = [
+            1 + n
+            for group in groups
+            for n in first_tokens_holding(share, group.logits, t, most - 1)
+        ]
+        spared = sum(most - count for count in counts)
+        work.decoded(0, spared, spared * self.settings.max_new_tokens)
+        return counts
 
     def _prefilled(
         self, contexts: Sequence[PreparedContext], work: PartProgress

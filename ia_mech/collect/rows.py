@@ -71,7 +71,7 @@ def tables(
     generations = [
         generation_row(context, *place, row, chat)
         for context, result in zip(prepared, results, strict=True)
-        for place, row in zip(settings.rows(), result.rows, strict=True)
+        for place, row in zip(settings.rows(), result.rows, strict=not settings.first_tokens)
     ]
     logits = residuals = None
     if results:

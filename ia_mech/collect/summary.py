@@ -164,6 +164,8 @@ def _what_it_is(run: Run) -> Iterator[str]:
     turns, contexts = run.generations, run.contexts
     decodings = turns.groupby(["temperature", "drawn_tokens"]).groups
     sampled = [f"{run.settings['samples']} at {run.decoding(*of)}" for of in decodings if of[1]]
+    if run.settings["first_tokens"]:
+        sampled = [f"one from {run.decoding(*of)}" for of in decodings if of[1]]
     each = f"{', '.join(['1 greedy', *sampled[:-1]])}{' and ' + sampled[-1] if sampled else ''}"
     yield (
         f"{run.model['name']} wrote {len(turns)} user turns in "

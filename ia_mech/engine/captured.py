@@ -320,6 +320,7 @@ class CapturedSteps(Steps):
             first = draw(self._firsts[self._contexts[at]], *about, torch.zeros_like(at))
             pairs = zip(vars(draws).values(), vars(first).values(), strict=True)
             draws = Draw(*map(torch.cat, pairs))
+            self._take_named(draws, batch, there)
         self._joined, self._batch = bool(begun), batch
         self._length, self._token = length, draws.token
         return draws

@@ -164,6 +164,37 @@ def draw_tokens(logits: Tensor, temperature: Tensor, stream: Tensor, step: int |
     )
 
 
+def likeliest_tokens(logits: Tensor, rows: Tensor, nth: Tensor, temperature: Tensor) -> Draw:
+    """Each row's ``nth`` likeliest token (0: the likeliest; of equal ones the first), which takes
+    the place of a draw. Its margin is the distance to the nearer of the logits next to it.
+
+    Args:
+        logits: ``[contexts, vocab]`` float32, raw.
+        rows, nth: ``[rows]`` int64: the context of each, and which of its tokens.
+        temperature: ``[rows]``, above 0.
+    """
+    ordered, tokens = logits.sort(dim=-1, descending=True, stable=True)
+    apart = (ordered[:, :-1] - ordered[:, 1:])[rows]
+    after = apart.gather(-1, nth[:, None])[:, 0]
+    before = apart.gather(-1, (nth - 1).clamp(min=0)[:, None])[:, 0]
+    chosen, own = ordered[rows, nth], logits[rows]
+    raw, tempered = (
+        chosen / t - (own / t[:, None]).logsumexp(-1)
+        for t in (torch.ones_like(temperature), temperature)
+    )
+    margin = torch.where(nth > 0, torch.minimum(before, after), after)
+    return Draw(tokens[rows, nth], raw, tempered, nth + 1, margin)
+
+
+def first_tokens_holding(share: float, logits: Tensor, temperature: float, most: int) -> list[int]:
+    """How many of the likeliest tokens together have a probability of at least ``share`` at a
+    temperature, at most ``most``; for each of the contexts whose logits ``[contexts, vocab]``
+    are."""
+    probability = (logits.double() / temperature).softmax(-1)
+    held = probability.sort(-1, descending=True).values[:, :most].cumsum(-1)
+    return ((held < share).sum(-1) + 1).clamp(max=held.shape[-1]).tolist()
+
+
 def _maxima_and_sums(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Each block's largest logit, and its sums of ``exp(logits / T)``.
 

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ia_mech.engine.intervene import TokenwiseIntervention
-from ia_mech.engine.sampling import Draw, draw_tokens
+from ia_mech.engine.sampling import Draw, draw_tokens, likeliest_tokens
 from ia_mech.engine.state import Prefilled, State, expand, forward
 
 
@@ -24,6 +24,7 @@ class Row:
         steered: changes made at every token of the turn; position 0 stands for all of them.
         drawn: how many of its first tokens are drawn at its temperature; the rest is greedy. None
             for all.
+        first: which of the likeliest tokens is its first, from 0; None if that is drawn.
     """
 
     context: int
@@ -31,6 +32,7 @@ class Row:
     stream: tuple[int, int]
     steered: tuple[TokenwiseIntervention, ...] = ()
     drawn: int | None = None
+    first: int | None = None
 
     @property
     def most_drawn(self) -> int:
@@ -81,8 +83,26 @@ class Steps:
         step = torch.from_numpy(length).to(self._device)
         temperature = self._temperatures[at].where(step < self._drawn[at], 0.0)
         draws = draw_tokens(self._logits, temperature, self._streams[at], step[:, None])
+        self._take_named(draws, batch, len(batch) - len(begun))
         self._batch, self._token = batch, draws.token
         return draws
+
+    def _take_named(self, draws: Draw, batch: list[int], begun: int) -> None:
+        """Of rows that begin, those of the batch from ``begun`` on, take the first tokens that they
+        name by rank instead of the drawn ones."""
+        at = [at for at in range(begun, len(batch)) if self._rows[batch[at]].first is not None]
+        if at:
+            rows = [self._rows[batch[one]] for one in at]
+            contexts, where = np.unique([row.context for row in rows], return_inverse=True)
+            nth = torch.tensor([row.first for row in rows], device=self._device)
+            taken = likeliest_tokens(
+                self._firsts[torch.from_numpy(contexts)],
+                torch.from_numpy(where).to(self._device),
+                nth,
+                self._temperatures[[batch[one] for one in at]],
+            )
+            for one, values in zip(vars(draws).values(), vars(taken).values(), strict=True):
+                one[at] = values
 
     def forward(self, staying: list[int]) -> list[int]:
         """Feed the drawn tokens to the rows that stay; the others are dropped.

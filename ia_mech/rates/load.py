@@ -260,6 +260,12 @@ def _turns_and_decoys(
     run: Run, judge: str, annotator: str | None, by: str | None, drawn_tokens: int | None
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """``turns`` of :class:`JudgedTurns` but for ``dependent``, and its ``decoys``."""
+    if run.settings["first_tokens"]:
+        raise UserError(
+            f"the turns of {run.path} go on from each of the likeliest first tokens: they are no "
+            "sample",
+            "give the run that ia-mech mass was given",
+        )
     there = annotator if annotator in run.labels.annotators else None
     turns = run.labelled(judge, there, ["fitted"], texts=False)
     of_run = str(run.path), run.model["name"], run.model["weights_hash"]

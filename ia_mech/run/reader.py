@@ -262,6 +262,8 @@ class Run:
         """How turns were decoded: ``greedy``, ``T = 0.7``, or ``T = 0.7, first 3 tokens``."""
         if not drawn:
             return "greedy"
+        if self.settings["first_tokens"]:
+            return f"each first token, by T = {temperature:g}"
         if drawn == self.settings["max_new_tokens"]:
             return f"T = {temperature:g}"
         return f"T = {temperature:g}, first {'token' if drawn == 1 else f'{drawn} tokens'}"
