@@ -25,7 +25,7 @@ from ia_mech.judge.verdict import identity_hash
 from ia_mech.rates.load import NO_ANNOTATOR, JudgedTurns, read_runs
 from ia_mech.run import Run, integrity, layout
 from ia_mech.run.integrity import without_folders
-from ia_mech.settings import Settings
+from ia_mech.settings import MOST_FIRST, Settings
 
 if TYPE_CHECKING:
     from ia_mech.collect.job import Interventions
@@ -63,6 +63,8 @@ class Arm:
     def rows(self, first: Run) -> int:
         """Turns after each context."""
         of = first.settings | dict(self.settings)
+        if of["first_tokens"]:
+            return MOST_FIRST + 1
         return len(of["temperatures"]) * of["samples"] + 1
 
 

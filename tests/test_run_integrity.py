@@ -54,11 +54,11 @@ GONE = object()
 MANIFEST = "manifests/contexts-00000.json"
 FILES = ("files", "contexts/part-00000.parquet")
 CHANGES = [
-    ("run.json", ("format",), 2, r"run.json has format 2, this version reads 6"),
+    ("run.json", ("format",), 2, r"run.json has format 2, this version reads 7"),
     ("run.json", ("identity",), GONE, "run.json is damaged .it lacks identity"),
     ("run.json", ("identity", "model"), GONE, "run.json is not the one that contexts-000"),
     ("run.json", ("identity", "settings", "seed"), 5, "run.json is not the one that contexts-000"),
-    (MANIFEST, ("format",), 99, "contexts-00000.json has format 99, this version reads 6"),
+    (MANIFEST, ("format",), 99, "contexts-00000.json has format 99, this version reads 7"),
     (MANIFEST, ("run",), "00", "run.json is not the one that contexts-00000.json belongs to"),
     (MANIFEST, ("files",), GONE, "contexts-00000.json is damaged .it lacks files"),
     (MANIFEST, ("name",), "00001", "contexts-00000.json is damaged .it is of the part"),

@@ -24,7 +24,7 @@ import pyarrow as pa
 from ia_mech.cli import RUN
 from ia_mech.errors import UserError
 
-FORMAT = 6
+FORMAT = 7
 CARD, MANIFESTS = "README.md", "manifests"
 PART_KINDS = ("responses", "contexts")
 STATES = "states"  # the kind of a part that ia-mech capture adds, and its folder

@@ -1,0 +1,281 @@
+"""How much of the first token's distribution leads to a follow-up?
+
+After each response, the likeliest first tokens of the user turn are taken that together hold 90% of
+the probability at T = 0.7 (at most 40). Each is gone on from greedily, and the turn is judged. The
+follow-up mass of a conversation is the probability of the first tokens whose turn is a follow-up.
+Greedy decoding sees the likeliest token alone. Nothing is drawn, so the mass has no sampling noise;
+it is the follow-up rate of turns whose first token is drawn and whose others are greedy. What the
+first tokens don't hold may be follow-ups or not: the mass is at least the number, and at most that
+plus the rest. The control is the mass of the same turns after a wrong conversation.
+
+The first response to each query is used. In role: neither repeats the conversation nor speaks as
+the assistant; the mass is that in role times the share of follow-ups in it.
+
+Needs: a judged run. Cost: up to 40 greedy turns a query (60 queries of the embedded model: ten
+minutes on two cores).
+
+    ia-mech mass cache/RUN
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+import numpy as np
+import pandas as pd
+
+from experiments.arms import Arm, conversations_of
+from experiments.experiment import Conclusion, Experiment, flag
+from experiments.grid import TEMPERATURE
+from experiments.outcome import IN_ROLE, ONCE_IN_ROLE, parts_of
+from experiments.shown import Bars, Drawing, only, tables_of
+from ia_mech.cli import above_zero, coverage
+from ia_mech.errors import UserError
+from ia_mech.estimates import (
+    ALL,
+    Group,
+    TidyEstimate,
+    all_datasets,
+    by_dataset,
+    holm_corrected,
+    paired_row,
+)
+from ia_mech.judge.decoys import WRONG
+from ia_mech.judge.rubric import FOLLOW_UP
+from ia_mech.results import Table, cell_of
+from ia_mech.run import Run
+from ia_mech.run.labels import KEY
+from ia_mech.run.queries import Query
+from ia_mech.stats import cluster_bootstrap
+
+TURNS = "turns"  # the arm
+GREEDY, FIRST, WHOLE = DECODINGS = ("greedy", "first token drawn", "all tokens drawn")
+SHARE, RATE, AFTER_WRONG = "share", "follow-ups", "after a wrong conversation"
+REST, MODE, LESS = "not covered", "probability of greedy's first token", " minus greedy's"
+EVERY, NONE, IS = "all conversations", "greedy turn is none", "greedy turn is a follow-up"
+CARRIED, PROBABILITY = "adds to the follow-up mass", "mean probability"
+LISTED = 12  # first tokens that are shown
+EPSILON = 1e-12  # in place of a share of 0 by which nothing is divided
+
+
+def first_finished(queries: Sequence[Query]) -> pd.DataFrame:
+    """A row of ``Query.contexts`` for each query with a finished response: that of its first.
+
+    Raises:
+        UserError: there is none.
+    """
+    rows = [one.contexts[one.complete].iloc[:1] for one in queries if any(one.complete)]
+    if not rows:
+        raise UserError("no response is finished", "sample with a larger --max-response-tokens")
+    return pd.concat(rows, ignore_index=True)
+
+
+def first_tokens(run: Run, judge: str) -> pd.DataFrame:
+    """A row per first token of a context, of a run that goes on greedily from each.
+
+    ``context_id``, ``dataset``, ``source``, ``token`` (its id), ``p`` (its probability at the run's
+    temperature), ``greedy`` (whether it is the likeliest), ``text`` (the turn), ``category``; and
+    as 1, 0, or NaN if it wasn't assessed, whether the turn is a follow-up (:data:`SHARE`), is
+    :data:`IN_ROLE`, and is a follow-up :data:`AFTER_WRONG`.
+    """
+    turns = run.labelled(judge, texts=False)
+    written = run.generations[[*KEY, "text", "token_ids", "logprob_tempered"]]
+    turns = turns.merge(written, on=list(KEY), how="left", validate="one_to_one")
+    turns = turns.join(parts_of(turns, FOLLOW_UP))
+    decoys = run.decoys(judge)
+    decoys = decoys[decoys["decoy"].astype(object) == WRONG]
+    turns[AFTER_WRONG] = decoys.set_index("row")["follow_up"].reindex(turns.index)
+    turns = turns[turns["temperature"] > 0].assign(
+        token=[int(ids[0]) for ids in turns["token_ids"][turns["temperature"] > 0]],
+        p=np.exp(turns["logprob_tempered"].astype(float)),
+        greedy=turns["sample"] == 0,
+    )
+    texts = ["context_id", "dataset", "source", "category", "text"]
+    kept = [*texts, "token", "p", "greedy", SHARE, IN_ROLE, AFTER_WRONG]
+    return turns[kept].astype(dict.fromkeys(texts, object)).reset_index(drop=True)
+
+
+def masses(tokens: pd.DataFrame) -> pd.DataFrame:
+    """A row per context of :func:`first_tokens`: ``dataset``, ``source``, ``context_id``;
+    ``first token drawn share``, its follow-up mass, and with the names of :data:`DECODINGS` what
+    else there is of it and of greedy turns; :data:`REST`, the probability of tokens without an
+    assessed turn; and :data:`MODE`."""
+    by = tokens.groupby("context_id", sort=False)
+    found = by[["dataset", "source"]].first()
+    likeliest = tokens[tokens["greedy"]].set_index("context_id")
+    for name in (SHARE, IN_ROLE, AFTER_WRONG):
+        held = (tokens["p"] * tokens[name]).groupby(tokens["context_id"], sort=False)
+        found[f"{FIRST} {name}"] = held.sum(min_count=1)
+        found[f"{GREEDY} {name}"] = likeliest[name]
+    assessed = tokens["p"].where(tokens[SHARE].notna(), 0.0)
+    found[REST] = (1 - assessed.groupby(tokens["context_id"], sort=False).sum()).clip(lower=0)
+    found[MODE] = likeliest["p"]
+    return found.reset_index()
+
+
+class Mass(Experiment):
+    name = "mass"
+    judged = True
+    queries_used = 60
+    columns: ClassVar[Mapping[str, str]] = {
+        **Experiment.columns,
+        "decoding": "str",
+        "opening": "str",
+    }
+
+    @classmethod
+    def add_flags(cls, parser: argparse.ArgumentParser) -> None:
+        add = partial(flag, parser)
+        add("--temperature", above_zero, TEMPERATURE, "of the first token", metavar="T")
+        what = "probability that the first tokens hold together, at least"
+        add("--share", coverage, 0.9, what, metavar="SHARE")
+
+    def arms(self) -> Mapping[str, Arm]:
+        settings = {"temperatures": (self.args.temperature,), "first_tokens": self.args.share}
+        return {TURNS: Arm(conversations_of(first_finished(self.queries)), settings)}
+
+    # -- read -------------------------------------------------------------------------------------
+
+    def rows(self) -> pd.DataFrame:
+        """A row per first token, as of :func:`first_tokens`, with ``opening``, its text."""
+        found = first_tokens(self.sampled[TURNS], self.judge_arms())
+        texts = {i: repr(self.chat.text([i])) for i in set(found["token"])}
+        return found.assign(opening=found["token"].map(texts))
+
+    def whole_turns(self, contexts: pd.Series) -> pd.DataFrame:
+        """What the run's turns at the temperature that are drawn as a whole are, a row for each of
+        some contexts; NaN where there are none."""
+        turns = self.verdicts.turns
+        turns = turns[turns["temperature"] == self.args.temperature]
+        parts = parts_of(turns, FOLLOW_UP)[[SHARE, IN_ROLE]]
+        return parts.groupby(turns["context_id"].astype(object)).mean().reindex(contexts)
+
+    # -- estimated --------------------------------------------------------------------------------
+
+    def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
+        each = masses(rows)
+        whole = self.whole_turns(each["context_id"]).to_numpy(float)
+        each[[f"{WHOLE} {SHARE}", f"{WHOLE} {IN_ROLE}"]] = whole
+        found: list[TidyEstimate] = []
+        for dataset, here in by_dataset(each):
+            greedy = each[f"{GREEDY} {SHARE}"]
+            for term, kept in ((EVERY, greedy.notna()), (NONE, greedy == 0), (IS, greedy == 1)):
+                own = each[here & kept]
+                if len(own):
+                    names = {"dataset": dataset, "term": term}
+                    found += self._decodings(own, Group(own["source"], self.options, names))
+        return [*holm_corrected(found), *self._openings(rows)]
+
+    def _decodings(self, own: pd.DataFrame, group: Group) -> Iterator[TidyEstimate]:
+        """Follow-ups and their two parts, by how much of a turn is drawn."""
+        for quantity in (REST, MODE):
+            yield group.mean(quantity, own[quantity], proportion=True, decoding=FIRST)
+        for decoding in DECODINGS:
+            share, role = own[f"{decoding} {SHARE}"], own[f"{decoding} {IN_ROLE}"]
+            if share.isna().all():
+                continue
+            yield group.mean(RATE, share, proportion=True, decoding=decoding)
+            yield group.mean(IN_ROLE, role, proportion=True, decoding=decoding)
+            yield self._once_in_role(share, role, group, decoding)
+            if (wrong := f"{decoding} {AFTER_WRONG}") in own and own[wrong].notna().any():
+                yield group.mean(AFTER_WRONG, own[wrong], proportion=True, decoding=decoding)
+            if decoding != GREEDY and group.names["term"] == EVERY:
+                for quantity, values in ((RATE, share), (IN_ROLE, role)):
+                    base = own[f"{GREEDY} {SHARE if quantity == RATE else IN_ROLE}"]
+                    pair = values, own["source"], base, own["source"]
+                    yield paired_row(group, f"{quantity}{LESS}", *pair, decoding=decoding)
+
+    def _once_in_role(
+        self, share: pd.Series, role: pd.Series, group: Group, decoding: str
+    ) -> TidyEstimate:
+        values, parts = share.fillna(0).to_numpy(), role.fillna(0).to_numpy()
+
+        def ratio(counts: np.ndarray) -> np.ndarray:
+            return (counts @ values) / np.maximum(counts @ parts, EPSILON)
+
+        (estimate,) = cluster_bootstrap(ratio, list(group.sources), **self.options)
+        return group.row(ONCE_IN_ROLE, estimate, len(values), decoding=decoding)
+
+    def _openings(self, rows: pd.DataFrame) -> Iterator[TidyEstimate]:
+        """Of the first tokens that carry most of the mass, what each adds to its mean, and its mean
+        probability."""
+        sources = rows.groupby("context_id", sort=False)["source"].first()
+        group = Group(sources.to_numpy(), self.options, {"dataset": ALL})
+        rows = rows.assign(carried=rows["p"] * rows[SHARE].fillna(0))
+        for opening in rows.groupby("opening")["carried"].sum().nlargest(LISTED).index:
+            of = rows[rows["opening"] == opening].groupby("context_id")[["carried", "p"]].sum()
+            of = of.reindex(sources.index, fill_value=0.0)
+            yield group.mean(CARRIED, of["carried"], opening=opening)
+            yield group.mean(PROBABILITY, of["p"], opening=opening)
+
+    # -- shown ------------------------------------------------------------------------------------
+
+    def tables(self, found: pd.DataFrame) -> list[Table]:
+        t = f"T = {self.args.temperature:g}"
+        made = tables_of(
+            f"follow-ups by how much of a turn is drawn at {t} ({self.intervals})",
+            found,
+            {
+                RATE: ("follow-ups", 2),
+                IN_ROLE: ("in role", 2),
+                ONCE_IN_ROLE: ("once in role", 2),
+                RATE + LESS: ("minus greedy", "+.2f"),
+                IN_ROLE + LESS: ("in role minus greedy", "+.2f"),
+                REST: ("not covered", 2),
+                AFTER_WRONG: ("after a wrong conversation", 2),
+            },
+            index=("dataset", "term", "decoding"),
+            rows="conversations",
+            legend=f"{FIRST}: the follow-up mass; it is at most this number and what isn't covered "
+            "together. Once in role: follow-ups among turns that neither repeat the conversation "
+            "nor speak as the assistant.",
+        )
+        return made + tables_of(
+            "the first tokens that carry most of the follow-up mass",
+            found,
+            {CARRIED: ("adds to the mass", 3), PROBABILITY: ("mean probability", 3)},
+            index=("opening",),
+            rows="conversations",
+            full=True,
+        )
+
+    def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
+        rows = all_datasets(found)
+        rows = rows[(rows["term"] == EVERY) & rows["quantity"].isin([RATE, IN_ROLE])]
+        title = f"{self.runs[0].model['name']}, T = {self.args.temperature:g}"
+        return {"drawn": Bars(title, "share of turns", rows, names="decoding", by="quantity")}
+
+    def data(self, rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
+        return {"first_tokens": rows.drop(columns="source"), "contexts": masses(rows)}
+
+    def conclude(self, found: pd.DataFrame) -> Conclusion:
+        whole = all_datasets(found[found["dataset"] != ""])
+
+        def said(quantity: str, decoding: str, term: str = EVERY, digits: Any = 2) -> str:
+            rows = only(whole, quantity, term=term, decoding=decoding)
+            return cell_of(rows.iloc[0], digits) if len(rows) else ""
+
+        rest = only(whole, REST, term=EVERY)["value"].iloc[0]
+        words = (
+            f"Greedy turns are follow-ups at a rate of {said(RATE, GREEDY)}; if the first token "
+            f"alone is drawn at T = {self.args.temperature:g}, at one of {said(RATE, FIRST)} (at "
+            f"most {rest:.2f} more)"
+        )
+        if all_drawn := said(RATE, WHOLE):
+            words += f"; if all are, at {all_drawn}"
+        words += f". In role are {said(IN_ROLE, GREEDY)} of greedy turns, {said(IN_ROLE, FIRST)}"
+        words += f" and {said(IN_ROLE, WHOLE)}." if all_drawn else " with the first token drawn."
+        if latent := said(RATE, FIRST, NONE):
+            words += f" Where the greedy turn is none, the follow-up mass is {latent}."
+        control = f"{self.gate.short}."
+        if floor := said(AFTER_WRONG, FIRST):
+            control = f"After a wrong conversation the follow-up mass is {floor}. {control}"
+        return Conclusion(words, control)
+
+
+main = Mass.main
+
+if __name__ == "__main__":
+    sys.exit(main())
