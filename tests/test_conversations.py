@@ -16,7 +16,7 @@ import pytest
 
 from ia_mech.data.conversations import ColumnMap, Conversation, open_conversations, validate
 from ia_mech.data.files import saved
-from ia_mech.data.formats import like_gold
+from ia_mech.data.formats import like_follow_up, like_gold
 from ia_mech.errors import UserError
 
 USER, ASSISTANT = "user", "assistant"
@@ -363,6 +363,11 @@ def test_whether_a_response_is_correct_is_no_gold_answer():
     assert [name for name in ("correct", "correct_answer", "reference") if like_gold(name)] == [
         "correct_answer", "reference"
     ]  # fmt: skip
+
+
+def test_a_column_may_hold_what_the_user_said_next():
+    names = ("next_user_turn", "Follow-up text", "user 2", "second_question", "context", "topic2")
+    assert [name for name in names if like_follow_up(name)] == [*names[:4]]
 
 
 def test_rows_that_go_on_after_the_follow_up_are_counted(jsonl):

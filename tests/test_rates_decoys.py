@@ -100,7 +100,10 @@ def test_gates_of_judges_that_look_at_different_things(run):
 def test_sentence_and_control_follow_the_gate(run):
     follow_up = planted(run, 0.95)
     judged = judged_by(run, lambda item: FOLLOW_UP if item in follow_up else NEW)
-    assert "conversation from a wrong one (gate passed; excess +0.9" in judged.gate.short
+    assert (
+        "conversation from a wrong one (gate passed: the follow-up rate minus that after wrong conversations is +0.9"
+        in judged.gate.short
+    )
     found = result(judged)
     assert "turns react to their own response: they are follow-ups" in found.sentence
     assert "). Over all temperatures together, it calls " in found.control

@@ -112,6 +112,7 @@ def judge_items(
                 "not requested again: allow more tokens (--param), which makes another judge"
             )
         if missing:
+            progress.say("loading the judge …")  # it may take a while, as the model does
             with faults_named(judge):
                 judge.prepare()
                 estimate = judge.estimate(missing)

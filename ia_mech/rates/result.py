@@ -41,8 +41,8 @@ OTHERS: Columns = {
     "unfinished": ("after unfinished responses", 2),
 }
 LEGENDS = {
-    "floor": "After a wrong conversation: how often the judge calls the same turns follow-ups "
-    "there; excess: the rate minus that, before rounding.",
+    "floor": "After a wrong conversation, one of another query: how often the judge calls the same "
+    "turns follow-ups there; excess: the rate minus that, before rounding.",
     "difference": "p: Holm-corrected.",
     DEPENDENT: "Dependent: likelier after the own response than after all its siblings together "
     "(ia-mech reaction). Of turns that depend on no response, at most 1 in K would be, with K "
