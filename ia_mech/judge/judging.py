@@ -112,7 +112,8 @@ def judge_items(
                 "not requested again: allow more tokens (--param), which makes another judge"
             )
         if missing:
-            progress.say("loading the judge …")  # it may take a while, as the model does
+            if not (judge.paid or _is_own(judge)):
+                progress.say("loading the judge …")
             with faults_named(judge):
                 judge.prepare()
                 estimate = judge.estimate(missing)

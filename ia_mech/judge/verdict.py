@@ -148,7 +148,7 @@ def judge_of(says: Callable[[Item], str | bool]) -> Judge:
         kinds.update(one in yes_no for one in said)
         if len(kinds) > 1:
             raise UserError(
-                f"the judge {name} returned True or False for some turns, and a category for others",
+                f"the judge {name} returned True or False for some turns and a category for others",
                 "return one or the other for all of them",
             )
         if True in kinds:

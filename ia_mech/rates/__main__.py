@@ -73,8 +73,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--by",
         type=nonblank,
         metavar="FIELD",
-        help="a rate for each value of FIELD: dataset, or a column of the data, as the data spell "
-        "it, that isn't part of the conversation and has at most 20 values; a name that no column has lists them. "
+        help="a rate for each value of FIELD: dataset, or a column of the data, spelled as there, "
+        "that isn't part of the conversation and has at most 20 values (a wrong name lists them). "
         "correct: after right and after wrong responses (maths, IFEval, or a column correct)",
     )
     shown = parser.add_argument_group("what is shown and written")

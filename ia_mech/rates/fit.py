@@ -1,7 +1,7 @@
-"""What the built-in judge wasn't fitted on: other languages, and temperatures above those of its fit.
+"""What the built-in judge wasn't fitted on: other languages than English, and higher temperatures.
 
-A star marks such temperatures. The star stands behind the temperature in a result's sentences, tables and figures. The legend of
-such a table says what it means.
+A star marks such temperatures in a result's sentences, tables and figures. The legend of such a
+table says what it means.
 """
 
 import math
