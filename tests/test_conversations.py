@@ -399,11 +399,11 @@ def test_one_error_names_the_first_unusable_rows_and_counts_the_others(jsonl):
         list(source)
     assert str(raised.value).startswith(
         "data.jsonl line 2: the query is empty (also line 5, line 6, line 7 and 2 more); "
-        "data.jsonl line 3: message 1 (user) is int, not text; in all 7 can't be used; correct"
+        "data.jsonl line 3: message 1 (user) is int, not text; 7 in all can't be used; correct"
     )
     assert len(list(open_conversations(path, limit=1))) == 1, "those after the limit aren't read"
     assert "in all" not in error_of(jsonl(empty, good)), "a single one"
-    assert "in all 1,000 or more can't" in error_of(jsonl(*[empty] * 1_001))
+    assert "1,000 or more in all can't" in error_of(jsonl(*[empty] * 1_001))
 
 
 def test_memory_does_not_grow_with_the_rows(tmp_path):

@@ -108,7 +108,7 @@ def _notes(
     if source.left:
         gold = [name for name in source.left if like_gold(name)]
         more = f" (if {gold[0]} is a gold answer: --answer-column {gold[0]})" if gold else ""
-        if not real and (later := [name for name in source.left if like_follow_up(name)]):
-            more += f" (if {later[0]} is what the user said next: --followup-column {later[0]})"
+        if not real and (after := [name for name in source.left if like_follow_up(name)]):
+            more += f" (if {after[0]} is what the user said next: --followup-column {after[0]})"
         listed = ", ".join(source.left)
         yield f"columns that the model doesn't see (metadata): {listed}{more}"

@@ -182,7 +182,7 @@ def together(faults: Sequence[tuple[str, UserError]]) -> UserError:
         named.append(f"and {len(alike) - NAMED} more faults")
     if len(faults) > 1:
         count = f"{len(faults):,}{' or more' * (len(faults) >= MOST_UNUSABLE)}"
-        named.append(f"in all {count} can't be used")
+        named.append(f"{count} in all can't be used")
     remedies = dict.fromkeys(rows[0][1].remedy for rows in [*alike.values()][:NAMED])
     return UserError("; ".join(named), "; ".join(remedies))
 

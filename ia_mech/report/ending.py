@@ -8,6 +8,7 @@ from ia_mech.judge.shown import RULE, labelled_turns, lines_of
 from ia_mech.rates.fit import highest, temperature
 from ia_mech.rates.gate import named
 from ia_mech.rates.latent import conclusion
+from ia_mech.rates.load import EVERY
 from ia_mech.results import read
 from ia_mech.run import Run
 from ia_mech.run.layout import UNPERTURBED
@@ -71,13 +72,15 @@ def sentence(run: Run, judge: str) -> str:
 
 def _sampling(run: Run, judge: str, folders: Sequence[Path]) -> str:
     """The conclusion of the run's rates by the judge; empty if there are none of today's labels."""
-    for about, folder in ((read(folder).about, folder) for folder in folders):
-        plain = about["kind"] == "rates" and about["identities"] == [run.identity_digest]
-        if not plain or folder.name != f"rates-{judge}":
+    whole = {"responses": EVERY, "by": None, "drawn_tokens": None}
+    for result in map(read, folders):
+        about = result.about
+        if (about["kind"], about.get("identities")) != ("rates", [run.identity_digest]):
             continue
-        if about["labels"][run.identity_digest] == run.labels.digest(about["labellers"]):
-            found = read(folder).estimates
+        today = about["labels"][run.identity_digest] == run.labels.digest(about["labellers"])
+        if about["judge"] == judge and whole.items() <= about["settings"].items() and today:
+            found = result.estimates
             found = all_datasets(found[found["perturbation"] == UNPERTURBED])
-            level = about["settings"]["level"]
-            return conclusion(found, level, highest(run.labels.record("judgements", judge)))
+            fit = highest(run.labels.record("judgements", judge))
+            return conclusion(found, about["settings"]["level"], fit)
     return ""
