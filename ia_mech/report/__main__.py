@@ -89,8 +89,8 @@ def _report(args: argparse.Namespace) -> None:
 
     replace_file(out, write)
     judged = [(run, judge) for run, judge in zip(runs, judges, strict=True) if judge is not None]
-    for run, judge in judged[:1]:
-        lines += ["", *turns_shown(run, judge)]
+    for run, by in judged[:1]:
+        lines += ["", *turns_shown(run, by)]
     screen = console()
     for line in lines:
         screen.print(line, soft_wrap=True, markup=False)
