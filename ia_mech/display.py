@@ -102,10 +102,10 @@ class Quiet:
 class Bar:
     """Progress on the terminal: phase, share, steps done, time taken and left, and a note.
 
-    The bar is redrawn twice a second at a terminal. Elsewhere, as in a log file, it is a line every
-    :data:`SECONDS`, and one at the end of a phase that had any. The time left assumes the mean
-    rate since the phase began. An empty ``unit`` hides the counts. Several threads may report at
-    once.
+    The bar is redrawn twice a second at a terminal and in a notebook. Elsewhere, as in a log file,
+    it is a line every :data:`SECONDS`, and one at the end of a phase that had any. The time left
+    assumes the mean rate since the phase began. An empty ``unit`` hides the counts. Several threads
+    may report at once.
     """
 
     def __init__(self) -> None:
@@ -115,7 +115,8 @@ class Bar:
 
     def start(self, phase: str, total: int, *, done: int = 0, unit: str = "step") -> None:
         self.stop()
-        self._redrawn = sys.stderr.isatty()
+        notebook = type(sys.stderr).__module__.startswith("ipykernel")
+        self._redrawn = sys.stderr.isatty() or notebook
         glyphs = "|{bar:20}| " if self._redrawn else ""
         counts = "{n_fmt}/{total_fmt} " + unit + "s " if unit else ""
         self._bar = tqdm(

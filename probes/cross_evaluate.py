@@ -169,16 +169,16 @@ def _pairs(
             what = "trained on" if few >= MIN_TESTED else "trained or tested on"
             alike = "" if differ else ", and all conversations the same rate"
             notes.append(
-                f"{name} isn't {what}: {positive} sources have a positive turn, {negative} a "
+                f"{name} isn't {what}: {positive} queries have a positive turn, {negative} a "
                 f"negative one{alike}."
             )
     pairs = list(product(trained, tested))
     if all(one == other for one, other in pairs):
         raise UserError(
             f"no unit of {', '.join(units)} can be tested with a probe of another one: training "
-            f"needs {MIN_SOURCES} sources with a positive turn and {MIN_SOURCES} with a negative "
+            f"needs {MIN_SOURCES} queries with a positive turn and {MIN_SOURCES} with a negative "
             f"one, testing {MIN_TESTED} of each",
-            "sample conversations of more sources, or choose another --target",
+            "sample conversations of more queries, or choose another --target",
         )
     return pairs, notes
 

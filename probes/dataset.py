@@ -214,7 +214,8 @@ def check_enough(outcome: Outcome, target: Target) -> None:
             differ between contexts count.
     """
     sources = outcome.source_count
-    needs = f"a probe needs {MIN_SOURCES} queries with such a turn"
+    needs = f"a probe takes about {2 * MIN_SOURCES} queries: {MIN_SOURCES} with a turn that counts"
+    needs += f" and {MIN_SOURCES} with one that doesn't"
 
     def fewest(rows: np.ndarray | slice) -> tuple[int, str]:
         """The number of sources with the rarer kind of turn, and a clause that says so."""

@@ -36,7 +36,8 @@ Train linear probes on the residual stream at every layer and position of a judg
 them with controls, and keep them in RUN/results/NAME. Several runs are pooled, with an intercept
 each. No language model is loaded. docs/probes.md explains the method.
 
-Needs: a judged run with 20 queries whose turns follow up and 20 whose don't. Cost: minutes.
+Needs: a judged run with about 40 queries: 20 with a turn that counts, as a follow-up does, and 20
+with one that doesn't. Cost: minutes.
 """
 
 EPILOG = """\

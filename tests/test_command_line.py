@@ -339,6 +339,16 @@ def test_rows_that_cannot_be_used_are_refused_or_skipped_counted_and_listed(
     assert outcome.run.contexts["context_id"].tolist() == ["q1"]
 
 
+def test_a_column_that_may_be_the_real_follow_up_is_pointed_at_where_there_is_none(
+    sample, tmp_path
+):
+    row = question(next_turn="And 18 times 24?")
+    hint = "(if next_turn is what the user said next: --followup-column next_turn)"
+    words = ("--dry-run", "--dataset", rows(tmp_path / "chats.jsonl", row))
+    assert hint in sample(*words).out
+    assert "said next" not in sample(*words, "--followup-column", "next_turn").out
+
+
 def test_what_was_read_of_a_file_is_said_before_anything_is_computed(sample, tmp_path):
     rows_ = [
         question(system="Be brief.", reference="408"),

@@ -16,7 +16,7 @@ import pytest
 
 from ia_mech.data.conversations import ColumnMap, Conversation, open_conversations, validate
 from ia_mech.data.files import saved
-from ia_mech.data.formats import like_gold
+from ia_mech.data.formats import like_follow_up, like_gold
 from ia_mech.errors import UserError
 
 USER, ASSISTANT = "user", "assistant"
@@ -365,6 +365,11 @@ def test_whether_a_response_is_correct_is_no_gold_answer():
     ]  # fmt: skip
 
 
+def test_a_column_may_hold_what_the_user_said_next():
+    names = ("next_user_turn", "Follow-up text", "user 2", "second_question", "context", "topic2")
+    assert [name for name in names if like_follow_up(name)] == [*names[:4]]
+
+
 def test_rows_that_go_on_after_the_follow_up_are_counted(jsonl):
     said = [{"role": role, "content": "x"} for role in (USER, ASSISTANT, USER, ASSISTANT, USER)]
     source = open_conversations(jsonl({"messages": said}, {"messages": said[:3]}))
@@ -384,6 +389,21 @@ def test_rows_left_out_do_not_count_for_the_limit_and_some_row_must_be_usable(js
     assert len(list(source)) == 1 and source.skipped == [
         "rows.json row 2 holds a int, not an object"
     ]
+
+
+def test_one_error_names_the_first_unusable_rows_and_counts_the_others(jsonl):
+    good, empty, number = {"prompt": "q"}, {"prompt": " "}, {"prompt": 3}
+    path = jsonl(good, empty, number, good, *[empty] * 5)
+    source = open_conversations(path)
+    with pytest.raises(UserError) as raised:
+        list(source)
+    assert str(raised.value).startswith(
+        "data.jsonl line 2: the query is empty (also line 5, line 6, line 7 and 2 more); "
+        "data.jsonl line 3: message 1 (user) is int, not text; 7 in all can't be used; correct"
+    )
+    assert len(list(open_conversations(path, limit=1))) == 1, "those after the limit aren't read"
+    assert "in all" not in error_of(jsonl(empty, good)), "a single one"
+    assert "1,000 or more in all can't" in error_of(jsonl(*[empty] * 1_001))
 
 
 def test_memory_does_not_grow_with_the_rows(tmp_path):

@@ -1,5 +1,7 @@
 """What figures share: panel letters, intervals, and a judge's floor; and the progress bar."""
 
+import io
+import sys
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
@@ -155,3 +157,16 @@ def test_a_bar_is_a_line_now_and_then_where_none_can_be_redrawn(capsys, monkeypa
     shown = lines(40)
     assert len(shown) == 41 and shown[0].startswith("rows:   2% 1/40 steps [00:00, ")
     assert shown[-1] == shown[-2] and shown[-1].endswith("number 39]")
+
+
+def test_a_notebook_redraws_its_bar(monkeypatch):
+    written = io.StringIO()
+    monkeypatch.setattr(
+        sys, "stderr", type("OutStream", (), {"__module__": "ipykernel.iostream"})()
+    )
+    for name in ("write", "flush", "isatty"):
+        setattr(sys.stderr, name, getattr(written, name))
+    bar = Bar()
+    bar.start("rows", 40)
+    bar.stop()
+    assert written.getvalue().startswith("\rrows:   0% |")

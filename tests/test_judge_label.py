@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 from judging import DECOYS, ROWS, FakeJudge, Recorded, follow_up
@@ -12,8 +13,9 @@ from runs import CONTEXTS, planted, stored
 from ia_mech import judge as judge_package
 from ia_mech.errors import UserError
 from ia_mech.judge.judging import items_of, label_run
-from ia_mech.judge.rubric import BUILT_IN, CANNOT_ASSESS, FOLLOW_UP, VERSION
+from ia_mech.judge.rubric import BUILT_IN, CANNOT_ASSESS, FOLLOW_UP, VERSION, YES_NO
 from ia_mech.judge.verdict import FAILURES, TRUNCATED, Judge, Verdict, identity_hash
+from ia_mech.rates.load import read_runs
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 
@@ -268,10 +270,23 @@ def test_a_function_is_a_judge_named_after_it_that_judges_again_when_it_changed(
     assert (judge_package.label(run, ends("new_topic"))["follow_up"] == 1).sum() == ROWS // 10
     assert set(judge_package.label(run, ends("generic"))["category"]) == {FOLLOW_UP, "generic"}
     assert run.labels.judges == ["by_ending"]
-    with pytest.raises(UserError, match=r"the judge named a category 'True', .* are follow_up,"):
-        judge_package.label(run, lambda item: True)
+    with pytest.raises(UserError, match=r"the judge named a category 'yes', .* are follow_up,"):
+        judge_package.label(run, lambda item: "yes")
     with pytest.raises(UserError, match=r"another judge named 'by_ending' .*\(replace=True, --rep"):
         judge_package.label(run, FakeJudge(), "by_ending")
+
+
+def test_a_function_may_say_true_or_false(run):
+    def seven(item):
+        return np.bool_(item.turn.endswith("7")) if item.turn > "turn 3" else "7" in item.turn
+
+    turns = judge_package.label(run, seven)
+    assert set(turns["category"]) == {FOLLOW_UP, "no_follow_up"}
+    assert turns["follow_up"].tolist() == [float("7" in text) for text in turns["text"]]
+    judged = read_runs([run])
+    assert judged.rubric == YES_NO and judged.turns["out_of_role"].isna().all()
+    with pytest.raises(UserError, match="the judge lambda returned True or False for some"):
+        judge_package.label(run, lambda item: "generic" if item.turn > "turn 3" else True, "said")
 
 
 def test_verdicts_of_the_same_built_in_judge_stay_as_they_are(label, run):

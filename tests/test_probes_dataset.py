@@ -256,7 +256,10 @@ def test_enough_sources_of_either_kind_pass():
         (outcome(30, 0), ["0 of 30 queries have a turn that doesn't count", "--target"]),
         (outcome(7, 17), ["7 of 24 queries", "about 70 queries"]),
         (outcome(1, 0, 19), ["19 of 20 queries", "about 40 queries"]),
-        (outcome(22, 1), ["1 of 23 queries have a turn that doesn't count"]),
+        (
+            outcome(22, 1),
+            ["1 of 23 queries have a turn that doesn't count", "takes about 40 queries: 20 with"],
+        ),
         (outcome(0, 1, 11), ["11 of 12 queries have a turn that counts"]),
     ],
 )

@@ -9,7 +9,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from runs import CONTEXTS, rehashed, rewritten, sampled, with_settings
+from runs import CONTEXTS, planted, rehashed, rewritten, sampled, with_settings
 from shell import Outcome, call, files, refusal
 
 from experiments.compare import category_shares
@@ -99,11 +99,30 @@ def refused(outcome: Outcome, *words: str) -> None:
 # -- what it prints and writes -------------------------------------------------------------------
 
 
+def test_conversations_that_dont_look_english_are_counted_beside_the_built_in_judges_rates(
+    rates, tmp_path
+):
+    file = tmp_path / "chats.jsonl"
+    pairs = [
+        ("Was tun, wenn die Kette quietscht?", "Reinige sie, dann gib Öl auf jedes Glied."),
+        ("自転車のチェーンがうるさい。", "油をさしてください。"),
+        ("What do I do if the chain squeaks?", "Clean it, and put oil on each of its links."),
+        ("Solve x + 4 = 9", "x = 5"),
+    ]
+    file.write_text("".join(json.dumps({"prompt": q, "response": r}) + "\n" for q, r in pairs))
+    run = planted(tmp_path / "run", [4], dataset=str(file))
+    warned = "2 of the conversations don't look English, and the built-in judge was fitted on"
+    assert warned in rates(plant(run).path).out
+    plant(run, "other", record={"identity": {"kind": "toy"}})
+    assert "English" not in rates(run.path, "--judge", "other").out
+
+
 def test_a_field_of_the_data_tells_rates_apart(run, rates):
     refused(
         rates(run.path, "--by", "shade"),
         "has no field 'shade'; choose from: dataset, topic, title.",
     )
+    refused(rates(run.path, "--by", "Topic"), "no field 'Topic' (did you mean topic?); choose")
     same = [estimates(read_runs([run], by=by)) for by in (None, "dataset")]
     pd.testing.assert_frame_equal(*same)
     ids = run.contexts["context_id"]

@@ -100,7 +100,10 @@ def test_gates_of_judges_that_look_at_different_things(run):
 def test_sentence_and_control_follow_the_gate(run):
     follow_up = planted(run, 0.95)
     judged = judged_by(run, lambda item: FOLLOW_UP if item in follow_up else NEW)
-    assert "conversation from a wrong one (gate passed; excess +0.9" in judged.gate.short
+    assert (
+        "conversation from a wrong one (gate passed: the follow-up rate minus that after wro"
+        in judged.gate.short
+    )
     found = result(judged)
     assert "turns react to their own response: they are follow-ups" in found.sentence
     assert "). Over all temperatures together, it calls " in found.control
@@ -128,7 +131,7 @@ def test_perturbed_contexts_do_not_decide():
     assert gate_of(pairs, "j").verdict == "passed"
     assert gate_of(pairs[40:], "j").verdict == "failed"
     few = gate_of(pairs[:3], "j")
-    assert few.verdict == "undecided" and "excess +1.00 (4 queries)" in few.short
+    assert few.verdict == "undecided" and "is +1.00 (4 queries))" in few.short
     assert "it calls 3 of the 3 turns follow-ups, and 0 of them if" in few.details[0]
     alone = gate_of(pairs.assign(decoy="sibling"), "j")
     assert alone.verdict == "no decoys" and alone.siblings.decoys == 40

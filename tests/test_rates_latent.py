@@ -6,7 +6,7 @@ import pytest
 
 from ia_mech.estimates import frame_of, holm_corrected
 from ia_mech.rates.compute import NAMES
-from ia_mech.rates.latent import BEYOND, REST, RISE, ROLE, rises, verdict
+from ia_mech.rates.latent import BEYOND, REST, RISE, ROLE, conclusion, rises, verdict
 from ia_mech.stats import holm
 
 
@@ -105,6 +105,10 @@ def test_of_several_temperatures_the_best_is_corrected_for_all():
     rise = found[found["quantity"] == RISE].set_index("temperature")
     assert np.allclose(rise["p_holm"], holm(rise["p"]))
     assert "are shown at T = 0.7, the best of 2 temperatures." in verdict(found)
+    assert conclusion(found).startswith("Sampling at T = 0.7 brings out follow-ups that greedy")
+    assert conclusion(found.assign(p_holm=0.5)).endswith("greedy decoding hides is not shown.")
+    assert conclusion(found.assign(sources=24)).endswith("takes 50 queries; these are 24.")
+    assert conclusion(found.assign(gate="failed")).startswith("Most of what this judge calls")
 
 
 def test_a_temperature_within_the_judges_fit_is_told_even_if_another_rises_more():

@@ -123,15 +123,18 @@ def test_commands_of_missing_results_are_said_and_run(run, report):
     ending = outcome.out.splitlines()
     said = run.labelled("builtin").groupby("temperature")["follow_up"].sum().astype(int)
     assert ending[0] == (
-        f"After 12 conversations, follow-ups are {said[0.0]} of 12 greedy user turns, {said[0.7]} "
-        f"of 24 sampled at T = 0.7, {said[1.0]} of 24 sampled at T = 1* (judge: builtin; *: "
-        "above its fit)."
+        f"By the built-in judge, {said[0.0]} of 12 greedy user turns, {said[0.7]} of 24 sampled at "
+        f"T = 0.7 and {said[1.0]} of 24 sampled at T = 1* are follow-ups (*: hotter than those "
+        "that it was fitted on). Telling whether sampling brings out more takes 50 queries; these "
+        "are 12."
     )
     assert ending[-2:] == [
         f"page: {run.path / 'report.html'}",
         f"open it in a browser: {(run.path / 'report.html').as_uri()}",
     ]
     page = (run.path / "report.html").read_text()
+    top = page.partition('<p class="conclusion">')[2].partition("</p>")[0]
+    assert top.replace("\u00a0", " ") == ending[0]
     found = read(folder_of(run.path, "rates-builtin"))
     cells = {cell for table in found.tables for row in table.rows for cell in row}
     assert len(cells) > 20 and "<title></title>" not in page
@@ -141,6 +144,8 @@ def test_commands_of_missing_results_are_said_and_run(run, report):
         assert text in read_by_people(page)
     assert str(run.path) not in page
     assert Run.open(run.path).verify() == []
+    plant(run, "builtin", CATEGORIES)
+    assert "takes 50" not in report(run.path).out, "the rates are of other labels"
 
 
 def test_a_report_ends_with_the_answer_and_turns_of_different_labels(run, report, tmp_path):
@@ -151,8 +156,8 @@ def test_a_report_ends_with_the_answer_and_turns_of_different_labels(run, report
     (yes, of), *sampled = counts.itertuples(index=False)
     told = [f"{yes} of {of} sampled" for yes, of in sampled]
     assert first == (
-        f"After 12 conversations, follow-ups are {yes} of {of} greedy user turns, {told[0]} at "
-        f"T = 0.7, {told[1]} at T = 1 (judge: builtin)."
+        f"By the built-in judge, {yes} of {of} greedy user turns, {told[0]} at T = 0.7 and "
+        f"{told[1]} at T = 1 are follow-ups."
     )
     found = labelled_turns(Run.open(run.path), "builtin", 3)
     assert found[0].category == FOLLOW_UP and len({one.category for one in found}) == 3
@@ -161,7 +166,7 @@ def test_a_report_ends_with_the_answer_and_turns_of_different_labels(run, report
     texts = run.generations.set_index("context_id")["text"]
     assert all(one.text in set(texts[one.context_id]) for one in found)
     both = report(run.path, another(run, tmp_path / "other").path).out.splitlines()
-    assert both[0].startswith("run: After 12 conv") and both[1].startswith("other: After 12 conv")
+    assert both[0].startswith("run: By the") and both[1].startswith("other: By the")
 
 
 def test_turns_and_decoys_stand_after_what_the_judge_was_shown(run):
@@ -233,7 +238,7 @@ def test_a_judge_that_is_named_comes_first_and_one_that_is_removed_leaves(judged
     assert "labels by apes, builtin: the built-in judge's count" in said.err
     assert said.out.splitlines()[-1].endswith(f"rates {judged.path} --judge builtin")
     said = report(judged.path, "--judge", "apes")
-    assert "(judge: apes)" in said.out and "next: " not in said.out
+    assert said.out.startswith("By judge apes, 0 of 12") and "next: " not in said.out
     page = (judged.path / "report.html").read_text()
     assert list(unpacked(page)["turns"]["labels"]) == ["apes", "builtin"]
     said = call(judge_main, ["remove", str(judged.path), "--judge", "apes"], capfd)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from ia_mech.chat.template import MARK, Joints
 from ia_mech.data.conversations import Conversation, ConversationSource
-from ia_mech.data.formats import like_gold
+from ia_mech.data.formats import like_follow_up, like_gold
 from ia_mech.settings import Settings
 
 # What a column may be read as, by the field of ColumnMap.
@@ -56,7 +56,8 @@ def what_was_read(
     rows = [*{one.query_id: one for one in reversed(conversations)}.values()]
     builtin = settings.dataset.split(":")[0] == "builtin"
     text = "" if builtin else _text(rows, source, settings, joints)
-    return DataRead(len(rows), text, [*_notes(len(rows), source, settings, builtin)])
+    real = any(row.real_follow_up is not None for row in rows)
+    return DataRead(len(rows), text, [*_notes(len(rows), real, source, settings, builtin)])
 
 
 def _text(
@@ -90,9 +91,10 @@ def writes_system(joints: Joints) -> bool:
 
 
 def _notes(
-    rows: int, source: ConversationSource, settings: Settings, builtin: bool
+    rows: int, real: bool, source: ConversationSource, settings: Settings, builtin: bool
 ) -> Iterator[str]:
-    """How many conversations of the data are used, and which of its columns no model sees."""
+    """How many conversations of the data are used, and which of its columns no model sees.
+    ``real``: some have a real follow-up."""
     if source.rest and not builtin:
         total = source.count()
         first = f"{rows} of {total}" if total else f"the first {rows}"
@@ -106,5 +108,7 @@ def _notes(
     if source.left:
         gold = [name for name in source.left if like_gold(name)]
         more = f" (if {gold[0]} is a gold answer: --answer-column {gold[0]})" if gold else ""
+        if not real and (after := [name for name in source.left if like_follow_up(name)]):
+            more += f" (if {after[0]} is what the user said next: --followup-column {after[0]})"
         listed = ", ".join(source.left)
         yield f"columns that the model doesn't see (metadata): {listed}{more}"

@@ -18,7 +18,7 @@ from ia_mech.chat.format import ChatContext, ChatFormat, TurnIds
 from ia_mech.chat.headers import context_and_real_follow_up
 from ia_mech.collect.data_read import what_was_read
 from ia_mech.collect.parts import plan_parts
-from ia_mech.data.conversations import Conversation, ConversationSource
+from ia_mech.data.conversations import Conversation, ConversationSource, together
 from ia_mech.engine.check import TOKENS
 from ia_mech.errors import UserError
 from ia_mech.likelihood.real_follow_up import scored_temperatures
@@ -103,8 +103,11 @@ class Plan:
         self.contexts: list[PlannedContext] = []
         self._ids: dict[int, int] = {}  # of many equal numbers, all contexts hold one
         self.skipped: list[str] = []
+        self._faults: list[tuple[str, UserError]] = []
         for conversation in self.source:
             self._add(conversation)
+        if self._faults:
+            raise together(self._faults)
         self.skipped += self.source.skipped
         self._refuse_nothing_to_do()
         used = [one.conversation for one in self.contexts]
@@ -154,11 +157,13 @@ class Plan:
         try:
             planned = self._planned(_told_apart(one, self.chat))
         except UserError as error:
-            problem = f"conversation {one.id}: {error.problem}"
-            if not self.settings.skip_unusable:
+            place = f"conversation {one.id}"
+            problem = f"{place}: {error.problem}"
+            if self.settings.skip_unusable:
+                self.skipped.append(problem)
+            else:
                 skip = "--skip-unusable leaves such conversations out, with --dry-run it lists them"
-                raise UserError(problem, f"{error.remedy} ({skip})") from error
-            self.skipped.append(problem)
+                self._faults.append((place, UserError(problem, f"{error.remedy} ({skip})")))
             return
         if not several:
             self.contexts.append(planned)

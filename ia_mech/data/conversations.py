@@ -6,7 +6,7 @@ seen are kept, to find duplicates. The shapes of rows are in ``formats``, the pu
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -35,6 +35,8 @@ ROLES = ("system", "user", "assistant", "tool")
 _ORDER = re.compile(r"s?(u(at+)*a)*u(at+)*a?")
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _AS_LINE = f"{files.AS_JSON}, or leave such rows out (--skip-unusable)"
+NAMED = 3  # faults, and rows with the same fault, that one error names
+MOST_UNUSABLE = 1_000  # rows, after which no more are read
 
 
 @dataclass(frozen=True)
@@ -165,6 +167,26 @@ def validate(conversation: Conversation, place: str) -> None:
         raise UserError(f"{place}: the query is empty", CORRECT)
 
 
+def together(faults: Sequence[tuple[str, UserError]]) -> UserError:
+    """One error that names the first of several places with their faults, and counts the rest."""
+    alike: dict[str, list[tuple[str, UserError]]] = {}
+    for place, error in faults:
+        alike.setdefault(error.problem.removeprefix(place), []).append((place, error))
+    where = faults[0][0].rsplit(" ", 2)[0] + " "  # the file, of a row
+    named = []
+    for (_, first), *others in [*alike.values()][:NAMED]:
+        also = [place.removeprefix(where) for place, _ in others[:NAMED]]
+        more = f" and {len(others) - NAMED} more" * (len(others) > NAMED)
+        named.append(first.problem + (f" (also {', '.join(also)}{more})" if also else ""))
+    if len(alike) > NAMED:
+        named.append(f"and {len(alike) - NAMED} more faults")
+    if len(faults) > 1:
+        count = f"{len(faults):,}{' or more' * (len(faults) >= MOST_UNUSABLE)}"
+        named.append(f"{count} in all can't be used")
+    remedies = dict.fromkeys(rows[0][1].remedy for rows in [*alike.values()][:NAMED])
+    return UserError("; ".join(named), "; ".join(remedies))
+
+
 def _check_text(content, what: str) -> None:
     if not isinstance(content, str):
         raise UserError(f"{what} is {json_type(content)}, not text", CORRECT)
@@ -209,8 +231,12 @@ class ConversationSource:
         self.cut = self.unpacked = used = 0  # rows
         seen: dict[str, int] = {}
         names: set[str] = set()  # of columns and of fields of messages
+        faults: list[tuple[str, UserError]] = []
         rows = self.read()
         for number, (place, row) in enumerate(rows, start=1):
+            if number - len(self.skipped) - 1 == self.limit or len(faults) == MOST_UNUSABLE:
+                self.rest = True
+                break
             try:
                 if isinstance(row, bytes):
                     row = parse_json(row, place, _AS_LINE)
@@ -221,16 +247,17 @@ class ConversationSource:
                     names.update(_names(row))
                 made = self._made(row, place, number, seen)
             except UserError as error:
-                if not self.skip_unusable:
-                    raise
-                self.skipped.append(error.problem)
+                if self.skip_unusable:
+                    self.skipped.append(error.problem)
+                else:
+                    faults.append((place, error))
                 continue
             seen |= {conversation.id: number for conversation in made}
-            yield from made
             used += 1
-            if used == self.limit:
-                self.rest = next(rows, None) is not None
-                break
+            if not faults:  # else the others are only checked
+                yield from made
+        if faults:
+            raise together(faults)
         for name in self.columns.metadata:
             if bare(name) not in map(bare, names):
                 raise UserError(
@@ -301,7 +328,8 @@ def open_conversations(
 
     Raises:
         UserError: nothing of this name, nothing in it, or a first row that can't be used (with
-            ``skip_unusable``: no row that can).
+            ``skip_unusable``: no row that can). Iterating raises one error for all rows that can't
+            be used.
     """
     columns, preset = columns or ColumnMap(), presets.find(dataset)
     opened = local(dataset)

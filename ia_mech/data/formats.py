@@ -108,6 +108,9 @@ _LIKE_RESPONSE = re.compile(
     r"|(^|_)(generated|predicted|decoded)(_|$)"
 )
 _LIKE_GOLD = ("gold", "correct", "expected", "reference", "target", "ideal", "truth")
+_LIKE_FOLLOW_UP = re.compile(
+    r"followup|next|(second|2nd)(turn|user|query|question|prompt)|(turn|user|query|question|prompt)2"
+)
 _NEAR = 0.8  # of difflib: a name with a letter too many, too few or swapped is near
 _WORD = re.compile(r"\s*\w*\s*", re.ASCII)
 _CALCULATOR = re.compile(r"<<[^<>\n]*>>")
@@ -307,6 +310,11 @@ def _refuse_empty(messages: list[Message], place: str) -> None:
 def like_gold(name: str) -> bool:
     """Whether a column is named as gold answers are."""
     return name != "correct" and any(word in name.lower() for word in _LIKE_GOLD)
+
+
+def like_follow_up(name: str) -> bool:
+    """Whether a column is named as what the user says next may be."""
+    return bool(_LIKE_FOLLOW_UP.search(bare(name)))
 
 
 def split_gsm8k(solution: str) -> tuple[str, str] | None:

@@ -31,7 +31,7 @@ def builtin_judge() -> "Judge":
 
 def label(
     run: "str | Path | Run",
-    judge: "Judge | Callable[[Item], str] | None" = None,
+    judge: "Judge | Callable[[Item], str | bool] | None" = None,
     name: str | None = None,
     *,
     replace: bool = False,
@@ -45,9 +45,9 @@ def label(
     Args:
         run: or its folder, where the labels are kept.
         judge: the built-in judge if not given; a function that takes an
-            :class:`ia_mech.judge.verdict.Item` (``query``, ``response``, ``turn``) and returns a
-            category of the rubric, such as ``"follow_up"``; or a
-            :class:`ia_mech.judge.verdict.Judge`.
+            :class:`ia_mech.judge.verdict.Item` (``query``, ``response``, ``turn``) and returns True
+            for a follow-up and False for any other turn, or always a category of the rubric, such
+            as ``"generic"``; or a :class:`ia_mech.judge.verdict.Judge`.
         name: of its labels in the run; if not given, ``builtin`` or the name of the function or
             class.
         replace: whether to judge again and replace what is there under the name, also if another
@@ -72,8 +72,8 @@ def label(
         if isinstance(judge, type) or not callable(judge):
             raise UserError(
                 f"{judge!r} is no judge",
-                "give a function of an item that returns a category, or an object of a subclass of "
-                "ia_mech.judge.verdict.Judge (language models: ia-mech judge run)",
+                "give a function of an item that returns True, False or a category, or an object "
+                "of a subclass of ia_mech.judge.verdict.Judge (language models: ia-mech judge run)",
             )
         judge = judge_of(judge)
     name = name or type(judge).__name__

@@ -228,7 +228,11 @@ def _print_verdicts(
         screen.print(f"{len(part)} {status}: {commonest} ({errors.iloc[0]})", soft_wrap=True)
     if seconds is None:
         return
-    apart = f" ({len(decoys)} of them decoys)" if len(decoys) else ""
+    apart = (
+        f" ({len(decoys)} of them shown after another conversation or response)"
+        if len(decoys)
+        else ""
+    )
     distinct = rows["item"].nunique()
     facts = [f"{len(rows)} turns{apart}, {distinct} of them distinct, in {seconds:.0f} s"]
     if tokens := rows["prompt_tokens"].sum() + rows["completion_tokens"].sum():

@@ -112,6 +112,8 @@ def judge_items(
                 "not requested again: allow more tokens (--param), which makes another judge"
             )
         if missing:
+            if not (judge.paid or _is_own(judge)):
+                progress.say("loading the judge …")
             with faults_named(judge):
                 judge.prepare()
                 estimate = judge.estimate(missing)
@@ -299,7 +301,8 @@ def label_run(
     # Sorted by their texts, so that items of one context, which share a prefix, stand together.
     ordered = sorted(set(items), key=lambda item: (item.query, item.response, item.turn))
     verdicts, cached = judge_items(ordered, judge, progress, **options)
-    record = settings | {"caveat": judge.caveat}
+    # A function's rubric is known once it was asked.
+    record = settings | {"caveat": judge.caveat, "rubric": judge.rubric.record()}
     turns = run.turns[list(KEY)].astype({"context_id": object}).assign(decoy=None, shown=None)
     rows = _rows(pd.concat([turns, plan]) if len(plan) else turns, items, verdicts, cached, judge)
     return run.labels.write_judgements(name, rows, record)

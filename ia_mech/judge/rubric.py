@@ -17,6 +17,7 @@ from ia_mech.errors import UserError
 
 VERSION = "2"
 FOLLOW_UP = "follow_up"
+NO_FOLLOW_UP = "no_follow_up"
 CANNOT_ASSESS = "cannot_assess"
 # Turns that repeat the conversation or speak as the assistant, in a refusal for instance.
 OUT_OF_ROLE = ("repeats_query", "repeats_response", "speaks_as_assistant")
@@ -283,6 +284,7 @@ ASSESSED: tuple[str, ...] = tuple(name for name in NAMES if name != CANNOT_ASSES
 
 _HEADINGS = {
     "follow_up": "follow-up",
+    NO_FOLLOW_UP: "no follow-up",
     "repeats_query": "repeats query",
     "repeats_response": "repeats response",
     "speaks_as_assistant": "speaks as assistant",
@@ -307,6 +309,16 @@ ORDER = (
 
 
 BUILT_IN = Rubric(VERSION, INSTRUCTIONS, CATEGORIES, ORDER)
+# Of a function that says True or False of a turn.
+YES_NO = Rubric(
+    "yes-no",
+    "Say whether the user turn is a follow-up.",
+    (
+        Category(FOLLOW_UP, "The function said True.", follow_up=True),
+        Category(NO_FOLLOW_UP, "The function said False."),
+        CATEGORIES[-1],
+    ),
+)
 
 
 def rubric_of(record: dict[str, Any]) -> Rubric:

@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass, fields
 from numbers import Real
 from typing import Any
 
-from ia_mech.judge.rubric import BUILT_IN, Rubric
+from ia_mech.errors import UserError
+from ia_mech.judge.rubric import BUILT_IN, FOLLOW_UP, NO_FOLLOW_UP, YES_NO, Rubric
 
 JUDGED = "judged"  # the status of a verdict that names a category
 # The other statuses. But for ``truncated``, they aren't cached: the same command requests again.
@@ -132,20 +133,32 @@ class Judge:
         raise NotImplementedError
 
 
-def judge_of(category_of: Callable[[Item], str]) -> Judge:
-    """A judge that puts an item into the category which a function names.
+def judge_of(says: Callable[[Item], str | bool]) -> Judge:
+    """A judge that puts an item into the category which a function names. If the function says True
+    (a follow-up) or False instead, its labels are by :data:`ia_mech.judge.rubric.YES_NO`.
 
     It is identified by the function's name alone: nothing tells whether the function has changed.
     """
+    name = getattr(says, "__name__", type(says).__name__).strip("<>")
+    yes_no = {"True": FOLLOW_UP, "False": NO_FOLLOW_UP}  # NumPy's, too
+    kinds: set[bool] = set()
 
     def judge(self: Judge, items: Sequence[Item]) -> list[Verdict]:
-        return [Verdict(str(category_of(item))) for item in items]
+        said = [str(says(item)) for item in items]
+        kinds.update(one in yes_no for one in said)
+        if len(kinds) > 1:
+            raise UserError(
+                f"the judge {name} returned True or False for some turns and a category for others",
+                "return one or the other for all of them",
+            )
+        if True in kinds:
+            self.rubric = YES_NO
+        return [Verdict(yes_no.get(one, one)) for one in said]
 
-    name = getattr(category_of, "__name__", type(category_of).__name__).strip("<>")
     members = {
         "identity": {"kind": "function", "name": name},
         "judge": judge,
-        "__module__": category_of.__module__,
+        "__module__": says.__module__,
     }
     return type(name, (Judge,), members)()
 

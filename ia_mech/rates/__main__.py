@@ -43,7 +43,7 @@ CORRECT = "correct"  # what --by takes besides fields of the data
 EPILOG = """\
 examples:
   ia-mech rates cache/RUN-* --judge gpt-5-mini --annotator anna --full
-  ia-mech rates cache/RUN --by topic      where rows of the data have a topic
+  ia-mech rates cache/RUN --by topic      where rows of the data have a column topic
 """
 
 
@@ -72,9 +72,10 @@ def build_parser() -> argparse.ArgumentParser:
     counted.add_argument(
         "--by",
         type=nonblank,
-        metavar="WHAT",
-        help="correct: after right and after wrong responses (maths, IFEval, or a column correct); "
-        "dataset; or another column of your data (--metadata-columns of ia-mech sample)",
+        metavar="FIELD",
+        help="a rate for each value of FIELD: dataset, or a column of the data, spelled as there, "
+        "that isn't part of the conversation and has at most 20 values (a wrong name lists them). "
+        "correct: after right and after wrong responses (maths, IFEval, or a column correct)",
     )
     shown = parser.add_argument_group("what is shown and written")
     shown.add_argument("--full", action="store_true", help="print all tables and notes")

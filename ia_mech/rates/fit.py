@@ -1,7 +1,7 @@
-"""Temperatures above those that the built-in judge was fitted on: a star marks them.
+"""What the built-in judge wasn't fitted on: other languages than English, and higher temperatures.
 
-The star stands behind the temperature in a result's sentences, tables and figures. The legend of
-such a table says what it means.
+A star marks such temperatures in a result's sentences, tables and figures. The legend of such a
+table says what it means.
 """
 
 import math
@@ -10,11 +10,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from ia_mech.judge.builtin.features import FUNCTION_WORDS
 from ia_mech.results import Result, Table
 from ia_mech.run.labels import BUILT_IN
 
 FITTED_TO = 0.7  # the highest temperature of turns that it was fitted on
 FOOTNOTE = f"*: above the built-in judge's fit (T ≤ {FITTED_TO})."
+FEW_WORDS = 8  # which don't tell the language, if all are in plain letters
+LEAST_SHARE = 1 / 8  # of function words in English; German or Indonesian texts have 0 to 0.06
+_WORD = re.compile(r"[^\W\d_]{2,}")
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 _NAMED = re.compile(r"\bT = (\d++(?:\.\d++)?+)(?!\*)")
 
@@ -22,6 +26,15 @@ _NAMED = re.compile(r"\bT = (\d++(?:\.\d++)?+)(?!\*)")
 def highest(record: Mapping[str, Any]) -> float:
     """Up to which temperature the judge of this record was fitted; infinity if it wasn't."""
     return FITTED_TO if record.get("identity", {}).get("kind") == BUILT_IN else math.inf
+
+
+def looks_english(text: str) -> bool:
+    """Whether a text may be English, by its share of English function words."""
+    words = _WORD.findall(text.lower())
+    known = sum(word in FUNCTION_WORDS for word in words)
+    accented = sum(not word.isascii() for word in words)
+    few = len(words) < FEW_WORDS and not accented
+    return few or known > max(accented, LEAST_SHARE * len(words))
 
 
 def starred(text: str, fit: float) -> str:

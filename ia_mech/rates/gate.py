@@ -74,7 +74,10 @@ class Gate:
                 f"The floor of {named(self.judge)}{of_model} is unknown: no turn was shown to it "
                 "after a wrong conversation (that takes two queries of a dataset)"
             )
-        return f"{self.decided} (gate {self.verdict}; excess {self.excess.text(sign=True)})"
+        return (
+            f"{self.decided} (gate {self.verdict}: the follow-up rate minus that after wrong "
+            f"conversations is {self.excess.text(sign=True)})"
+        )
 
     @property
     def details(self) -> list[str]:

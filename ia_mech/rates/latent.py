@@ -69,17 +69,10 @@ def verdict(estimates: pd.DataFrame, level: float = 0.95, fit: float = math.inf)
         level: of the intervals; what is shown is shown at 1 minus it.
         fit: the highest temperature of the judge's fit.
     """
-    rows = estimates[estimates["quantity"].isin(PARTS)]
-    of = {quantity: own.set_index("temperature") for quantity, own in rows.groupby("quantity")}
-    if RISE not in of:
+    chosen = _best(estimates, level, fit)
+    if chosen is None:
         return ""
-    within = of[RISE][of[RISE].index <= fit]
-    tried = within if len(within) else of[RISE]
-    higher = estimates[estimates["quantity"] == "difference"].set_index("temperature")["value"] > 0
-    sure = tried[(tried["value"] > 0) & (tried["p_holm"] < 1 - level)]
-    sure = sure[higher.reindex(sure.index, fill_value=True)]
-    best = (sure if len(sure) else tried)["value"].idxmax()
-    found = {quantity: own.loc[best] for quantity, own in of.items() if best in own.index}
+    found, tried, shown_at, best = chosen
     if (few := found[RISE]["sources"]) < LEAST:
         return (
             "To tell whether sampling brings out follow-ups that greedy decoding hides, "
@@ -96,7 +89,7 @@ def verdict(estimates: pd.DataFrame, level: float = 0.95, fit: float = math.inf)
         power = f"; {could}" if could else ""
         return shown, f"{estimate_of(row).text(sign=True)} ({p_value(row['p_holm'])}{power})"
 
-    gate, rises = found[RISE]["gate"], best in sure.index
+    gate, rises = found[RISE]["gate"], best in shown_at
     word = "are" if rises and gate != NOT_PASSED else "are not"
     several = f", the best of {len(tried)} temperatures" if len(tried) > 1 else ""
     parts, aware = "", []
@@ -125,3 +118,37 @@ def verdict(estimates: pd.DataFrame, level: float = 0.95, fit: float = math.inf)
             f"{'' if more else 'not '}shown: {beyond}."
         )
     return " ".join(said)
+
+
+def conclusion(estimates: pd.DataFrame, level: float = 0.95, fit: float = math.inf) -> str:
+    """:func:`verdict` without its numbers."""
+    chosen = _best(estimates, level, fit)
+    if chosen is None:
+        return ""
+    found, _, shown_at, best = chosen
+    if (few := found[RISE]["sources"]) < LEAST:
+        return f"Telling whether sampling brings out more takes {LEAST} queries; these are {few:g}."
+    if found[RISE]["gate"] == NOT_PASSED:
+        return "Most of what this judge calls follow-ups fits other conversations, too."
+    if best in shown_at:
+        return f"Sampling at T = {best:g} brings out follow-ups that greedy decoding hides."
+    return "That sampling brings out follow-ups which greedy decoding hides is not shown."
+
+
+def _best(
+    estimates: pd.DataFrame, level: float, fit: float
+) -> tuple[dict[str, pd.Series], pd.DataFrame, pd.Index, float] | None:
+    """The estimates, by quantity, at the temperature that counts; the rises that were tried; the
+    temperatures at which one is shown; and the temperature that counts."""
+    rows = estimates[estimates["quantity"].isin(PARTS)]
+    of = {quantity: own.set_index("temperature") for quantity, own in rows.groupby("quantity")}
+    if RISE not in of:
+        return None
+    within = of[RISE][of[RISE].index <= fit]
+    tried = within if len(within) else of[RISE]
+    higher = estimates[estimates["quantity"] == "difference"].set_index("temperature")["value"] > 0
+    sure = tried[(tried["value"] > 0) & (tried["p_holm"] < 1 - level)]
+    sure = sure[higher.reindex(sure.index, fill_value=True)]
+    best = (sure if len(sure) else tried)["value"].idxmax()
+    found = {quantity: own.loc[best] for quantity, own in of.items() if best in own.index}
+    return found, tried, sure.index, best

@@ -6,6 +6,7 @@ prompt together, and prompts of two datasets that happen to have the same id sta
 """
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,14 +16,17 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from ia_mech.cli import did_you_mean
 from ia_mech.errors import UserError
 from ia_mech.judge.rubric import CANNOT_ASSESS, OUT_OF_ROLE, Rubric, rubric_of
 from ia_mech.judge.verdict import identity_hash
 from ia_mech.rates.evidence import DEPENDENT, dependent
+from ia_mech.rates.fit import highest, looks_english
 from ia_mech.rates.gate import VERDICTS, Gate, gate_of
 from ia_mech.run import Run
 from ia_mech.run.labelled import FAILED
 from ia_mech.run.labels import choose_judge
+from ia_mech.run.queries import exchange
 from ia_mech.run.reader import GROUPS
 from ia_mech.run.sources import SEPARATOR, sources_of
 
@@ -69,6 +73,7 @@ class JudgedTurns:
     responses: str = EVERY  # after which the turns come
     by: str | None = None  # the field of the data whose values stand in for datasets
     drawn_tokens: int | None = None  # of the sampled turns; None where they are drawn as a whole
+    foreign: frozenset[str] = frozenset()  # contexts that don't look English, if the judge reads it
     decoys: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=_DECOYS))
 
     @property
@@ -158,9 +163,12 @@ def read_runs(
     turns: list[pd.DataFrame] = []
     decoys: list[pd.DataFrame] = []
     earlier: list[tuple[Path, pd.MultiIndex]] = []
+    foreign: set[str] = set()
     for run in runs:
         own, own_decoys = _turns_and_decoys(run, judge, annotator, by, drawn_tokens)
         own[DEPENDENT] = dependent(own, runs, run)
+        if highest(record) < math.inf:
+            foreign.update(own["context"][own["context_id"].isin(_foreign(run))])
         turns.append(_without_repeated(own, run, earlier))
         decoys.append(own_decoys)
     pooled = _pooled(turns)
@@ -174,7 +182,7 @@ def read_runs(
     if 0 < len(without) < len(runs):
         notes.append(f"no decoys in {', '.join(without)}: these labels have no floor.")
     some = _pooled([frame for frame in decoys if len(frame)] or decoys[:1])
-    last = by, drawn_tokens, some
+    last = by, drawn_tokens, frozenset(foreign), some
     judged = JudgedTurns(pooled, judge, record, annotator, runs, notes, EVERY, *last)
     judged = restrict_responses(judged, responses)
     lost = judged.decoys[["follow_up", "own_follow_up"]].isna().any(axis=1)
@@ -306,7 +314,7 @@ def _groups(run: Run, contexts: pd.Series, by: str) -> pd.Series:
             problem = f"the field {by!r} of {run.path} has more than {GROUPS} different values, or "
             problem += "values that are lists or objects: it can't group turns"
         else:
-            problem = f"{run.path} has no field {by!r}"
+            problem = f"{run.path} has no field {by!r}{did_you_mean(by, [*run.groups.columns])}"
         raise UserError(
             problem,
             f"choose from: {fields}. Fields are the columns of the data that sampling doesn't read "
@@ -324,6 +332,13 @@ def _contexts(run: Run, turns: pd.DataFrame) -> pd.Series:
             digest = hashlib.sha256(str(text).encode(errors="surrogatepass")).hexdigest()[:32]
             keys[name] = SEPARATOR.join([source, name, digest])
     return turns["context_id"].map(keys).astype("category")
+
+
+def _foreign(run: Run) -> list[str]:
+    """The ids of contexts whose query and response don't look English."""
+    windows = (contexts for contexts, _ in run.windows(["context_id", "messages"], []))
+    rows = (row for contexts in windows for row in contexts.itertuples())
+    return [row.context_id for row in rows if not looks_english(" ".join(exchange(row.messages)))]
 
 
 def _pooled(frames: list[pd.DataFrame]) -> pd.DataFrame:

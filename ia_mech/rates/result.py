@@ -41,8 +41,8 @@ OTHERS: Columns = {
     "unfinished": ("after unfinished responses", 2),
 }
 LEGENDS = {
-    "floor": "After a wrong conversation: how often the judge calls the same turns follow-ups "
-    "there; excess: the rate minus that, before rounding.",
+    "floor": "After a wrong conversation, one of another query: how often the judge calls the same "
+    "turns follow-ups there; excess: the rate minus that, before rounding.",
     "difference": "p: Holm-corrected.",
     DEPENDENT: "Dependent: likelier after the own response than after all its siblings together "
     "(ia-mech reaction). Of turns that depend on no response, at most 1 in K would be, with K "
@@ -151,6 +151,11 @@ def _sentence(judged: JudgedTurns, of: pd.DataFrame, groups: pd.DataFrame, level
         said.append(_by_group(one_line(judged.by, 40), groups))
     conversations = conversations_text(turns["context"].nunique(), sources)
     said.append(f"These are {len(turns)} turns in {conversations}{few}.")
+    if foreign := turns["context"][turns["context"].isin(judged.foreign)].nunique():
+        said.append(
+            f"{foreign} of the conversations don't look English, and the built-in judge was fitted "
+            "on English: don't rely on its labels there."
+        )
     if (drawn := judged.drawn_tokens) is not None:
         some = "token is" if drawn == 1 else f"{drawn} tokens are"
         said.append(f"Of each sampled turn the first {some} drawn, and the rest is greedy.")

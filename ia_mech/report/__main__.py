@@ -72,7 +72,7 @@ def _report(args: argparse.Namespace) -> None:
     from ia_mech.rates.evidence import result_folders
     from ia_mech.rates.load import open_runs
     from ia_mech.report.contents import missing
-    from ia_mech.report.ending import ending
+    from ia_mech.report.ending import conclusions, turns_shown
     from ia_mech.run.integrity import replace_file
     from ia_mech.run.labels import choose_judge
 
@@ -80,27 +80,34 @@ def _report(args: argparse.Namespace) -> None:
     refuse_unwritable(out.parent)
     Bar().say("reading runs and results …")
     judges = [choose_judge([run], args.judge) if run.labels.judges else None for run in runs]
-    page = render_report(runs, args.results, args.judge)
+    folders = [result_folders(run, () if n else args.results) for n, run in enumerate(runs)]
+    lines = conclusions(runs, _names(runs), judges, folders)
+    page = render_report(runs, args.results, args.judge, lines)
 
     def write(scratch: Path) -> None:
         scratch.write_text(page, encoding="utf-8")
 
     replace_file(out, write)
+    judged = [(run, judge) for run, judge in zip(runs, judges, strict=True) if judge is not None]
+    for run, by in judged[:1]:
+        lines += ["", *turns_shown(run, by)]
     screen = console()
-    for line in ending(runs, _names(runs), judges):
+    for line in lines:
         screen.print(line, soft_wrap=True, markup=False)
     print(f"\npage: {shell_word(out)}\nopen it in a browser: {out.resolve().as_uri()}")
-    for number, (run, judge) in enumerate(zip(runs, judges, strict=True)):
-        folders = result_folders(run, () if number else args.results)
-        if command := missing(run, folders, judge):
+    for run, judge, of_run in zip(runs, judges, folders, strict=True):
+        if command := missing(run, of_run, judge):
             print(f"next: {program()} {command}")
 
 
 def render_report(
-    runs: "Sequence[Run]", more: "Sequence[Path]" = (), judge: str | None = None
+    runs: "Sequence[Run]",
+    more: "Sequence[Path]" = (),
+    judge: str | None = None,
+    conclusions: Sequence[str] = (),
 ) -> str:
     """The page of open, finished runs; ``more`` are folders with results on the first one. The
-    labels of ``judge`` come first.
+    labels of ``judge`` come first. ``conclusions`` are sentences that stand on top.
 
     Raises:
         UserError: labels or results that can't be read.
@@ -134,6 +141,7 @@ def render_report(
         f"from {', '.join(sorted(contexts['dataset'].unique()))}.",
         rubric=CATEGORIES,
         heading=heading,
+        conclusions=conclusions,
         words=glossary(),
         cards=cards,
         several=len(runs) > 1,

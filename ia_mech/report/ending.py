@@ -1,30 +1,42 @@
 """What ``ia-mech report`` prints: the follow-up rate in one sentence, and three turns to see."""
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
+from ia_mech.estimates import all_datasets
 from ia_mech.judge.shown import RULE, labelled_turns, lines_of
 from ia_mech.rates.fit import highest, temperature
+from ia_mech.rates.gate import named
+from ia_mech.rates.latent import conclusion
+from ia_mech.rates.load import EVERY
+from ia_mech.results import read
 from ia_mech.run import Run
 from ia_mech.run.layout import UNPERTURBED
-from ia_mech.run.queries import conversations_text
 
 TURNS = 3
 LISTED = 3  # most temperatures that are named one by one
 
 
-def ending(
-    runs: Sequence[Run], names: Sequence[str], judges: Sequence[str | None]
-) -> Iterator[str]:
-    """The lines to print: each judged run's sentence, by its judge of ``judges``, and turns of the
-    first run."""
-    every = zip(runs, names, judges, strict=True)
-    judged = [(run, name, judge) for run, name, judge in every if judge is not None]
-    for run, name, judge in judged:
-        yield (f"{name}: " if len(runs) > 1 else "") + sentence(run, judge)
-    for run, _, judge in judged[:1]:
-        turns = labelled_turns(run, judge, TURNS)
-        yield f"\nTurns with their labels ({RULE}):"
-        yield from lines_of(turns)
+def conclusions(
+    runs: Sequence[Run],
+    names: Sequence[str],
+    judges: Sequence[str | None],
+    folders: Sequence[Sequence[Path]],
+) -> list[str]:
+    """Of each judged run what was found, by its judge of ``judges``: in counts, and whether
+    sampling brings out more follow-ups, as rates among its ``folders`` say."""
+    found = []
+    for run, name, judge, of_run in zip(runs, names, judges, folders, strict=True):
+        if judge is not None:
+            whose = f"{name}: " if len(runs) > 1 else ""
+            found.append(f"{whose}{sentence(run, judge)} {_sampling(run, judge, of_run)}".strip())
+    return found
+
+
+def turns_shown(run: Run, judge: str) -> Iterator[str]:
+    """The lines that show some turns of a run with their labels."""
+    yield f"Turns with their labels ({RULE}):"
+    yield from lines_of(labelled_turns(run, judge, TURNS))
 
 
 def sentence(run: Run, judge: str) -> str:
@@ -33,11 +45,10 @@ def sentence(run: Run, judge: str) -> str:
     rows = run.labelled(judge, texts=False)
     rows = rows[run.drawn(rows)]
     rows = rows[(rows["perturbation"] == UNPERTURBED) & rows["follow_up"].notna()]
+    whose = named(judge)
     if rows.empty:
-        return f"Judge {judge} could assess no turn."
+        return f"{whose[0].upper()}{whose[1:]} could assess no turn."
     fit = highest(run.labels.record("judgements", judge))
-    counts = rows["context_id"].nunique(), rows["source"].nunique()
-    after = f"After {conversations_text(*counts)}"
     counts = rows.groupby("temperature")["follow_up"].agg(["sum", "count"]).astype(int)
     parts = [f"{yes} of {of} greedy user turns" for t, yes, of in counts.itertuples() if t == 0]
     sampled = counts[counts.index > 0]
@@ -52,5 +63,24 @@ def sentence(run: Run, judge: str) -> str:
             f"{yes} of {of} sampled at T = {temperature(t, fit)}"
             for t, yes, of in sampled.itertuples()
         ]
-    star = "; *: above its fit" if sampled.index.max() > fit else ""
-    return f"{after}, follow-ups are {', '.join(parts + listed)} (judge: {judge}{star})."
+    *first, last = parts + listed
+    those = f"{', '.join(first)} and {last}" if first else last
+    beyond = sampled.index.max() > fit
+    star = " (*: hotter than those that it was fitted on)" if beyond else ""
+    return f"By {whose}, {those} are follow-ups{star}."
+
+
+def _sampling(run: Run, judge: str, folders: Sequence[Path]) -> str:
+    """The conclusion of the run's rates by the judge; empty if there are none of today's labels."""
+    whole = {"responses": EVERY, "by": None, "drawn_tokens": None}
+    for result in map(read, folders):
+        about = result.about
+        if (about["kind"], about.get("identities")) != ("rates", [run.identity_digest]):
+            continue
+        today = about["labels"][run.identity_digest] == run.labels.digest(about["labellers"])
+        if about["judge"] == judge and whole.items() <= about["settings"].items() and today:
+            found = result.estimates
+            found = all_datasets(found[found["perturbation"] == UNPERTURBED])
+            fit = highest(run.labels.record("judgements", judge))
+            return conclusion(found, about["settings"]["level"], fit)
+    return ""
