@@ -32,7 +32,6 @@ LAYERS = {SMOL: 30, QWEN: 28}
 HOT = 0.7
 REPEATS = ["repeats_query", "repeats_response"]
 OUT_OF_ROLE = [*REPEATS, "speaks_as_assistant"]
-EXCESS = "excess over siblings"
 OWN, WRONG, SIBLING = "own", "wrong_conversation", "sibling"  # where a turn is shown
 # What is asked of each query: rates by (where, temperature), with their signs.
 GREEDY, SAMPLED = {(OWN, 0.0): 1}, {(OWN, HOT): 1}
@@ -245,21 +244,6 @@ def site(model: str, name: str, t: float = HOT, layer: int = -1, what: str = "bi
     return bits[mine].set_index("query")[what].sort_index()
 
 
-def exchange(model: str, name: str = "interchange") -> pd.DataFrame:
-    """Of each recipient, how the high and the low donor's states differ; two equal donors'; and the
-    donors' own shares."""
-    found = table(model, name)
-    pairs = {"moved": ("high", "low"), "equal": ("equal a", "equal b")}
-    pairs["donors"] = ("own high", "own low")
-    return found.assign(**{of: found[one] - found[other] for of, (one, other) in pairs.items()})
-
-
-def exchange_again() -> pd.DataFrame:
-    """SmolLM2's one cell, on queries that didn't choose it."""
-    again = exchange(SMOL, "interchange_again")
-    return again[~again["source"].isin(table(SMOL, "interchange")["source"])]
-
-
 # -- tables ----------------------------------------------------------------------------------------
 
 
@@ -336,18 +320,6 @@ def where() -> str:
     return markdown(head, rows)
 
 
-def moved() -> str:
-    rows = []
-    for name, found in (
-        ("Qwen after maths, layer 25 of {}, {} queries", exchange(MATHS)),
-        ("SmolLM2, layer 27 of {}, {} queries", exchange_again()),
-    ):
-        model = QWEN if name.startswith("Qwen") else SMOL
-        label = name.format(LAYERS[model], found["source"].nunique())
-        rows.append([label, *(change(found[of]) for of in ("moved", "equal", "donors"))])
-    return markdown(["points of 100", "high minus low", "two equal donors", "donors' own"], rows)
-
-
 def datasets(model: str) -> str:
     """By the judge: of a kind of query, few turns are labelled."""
     head = ["of 100, after queries of", "greedy", "sampled", "rise beyond wrong conversations"]
@@ -389,53 +361,6 @@ def blocks() -> str:
     bits = {name: found.loc[found["site"] == f"response, {name}", "bits"] for name in labels}
     rows = [[label, amount(bits[name])] for name, label in labels.items()]
     return markdown(["a token of the response sees", "bits"], rows)
-
-
-def exchanged() -> str:
-    found = exchange(SMOL)
-    wide = found.pivot_table(index="source", columns=["term", "layer"], values="moved")
-    layers = sorted(found["layer"].unique())
-    places = {"header": "all of the header", "header_last": "its last token"}
-    rows = [[name, *(change(wide[(of, at)]) for at in layers)] for of, name in places.items()]
-    return markdown(["after layer", *map(str, layers)], rows)
-
-
-def perturbed(condition: str) -> pd.Series:
-    """Of each query, sampled turns that are follow-ups to the unchanged response."""
-    turns = table(SMOL, "changes")
-    turns = turns[(turns["temperature"] == HOT) & (turns["condition"] == condition)]
-    query = turns["context_id"].str.replace(r"/r\d.*", "", regex=True)
-    return turns.groupby(query)["follow_up_to_original"].mean()
-
-
-def vectors() -> str:
-    """Greedy turns under learned vectors, paired by query."""
-    found = table(SMOL, "vectors")
-    rates, excess = (
-        found.pivot_table(index="source", columns=["term", "layer"], values=of)
-        for of in ("follow-ups", EXCESS)
-    )
-    plain = ("unsteered", -1)
-    rows = [["no vector", percent(rates[plain]), change(excess[plain]), ""]]
-    for layer in sorted(set(found["layer"]) - {-1}):
-        own = ("own", layer)
-        less = change(excess[own] - excess[("siblings", layer)])
-        rows.append([f"after layer {layer}", percent(rates[own]), change(excess[own]), less])
-    return markdown(["of 100", "follow-ups", "beyond siblings", "minus control vector"], rows)
-
-
-def elicited() -> str:
-    """Greedy turns as they are, after a prompt, and after an opening."""
-    columns = ["follow-ups", EXCESS]
-    wide = table(SMOL, "elicit").pivot_table(index="source", columns="arm", values=columns)
-    rows = []
-    for arm in ("greedy", "prompt, greedy", "opening, greedy"):
-        excess = wide[(EXCESS, arm)]
-        less = change(excess - wide[(EXCESS, "greedy")]) if arm != "greedy" else ""
-        rows.append(
-            [arm.removesuffix(", greedy"), percent(wide[("follow-ups", arm)]), change(excess), less]
-        )
-    return markdown(["of 100", "follow-ups", "beyond siblings", "rise of that"], rows)
 
 
 # -- sentences -------------------------------------------------------------------------------------
@@ -547,16 +472,10 @@ After maths {mean(refused, 0)}% of Qwen's greedy turns refuse (they speak as the
     tells = amount(site(SMOL, "header", 0.0, what="first_bits"))
     first_token = f"""A greedy turn's first token, drawn from the header's last state, tells {tells}
     bits."""
-    none, remove, half, question = map(
-        perturbed, ("none", "remove", "truncate", "generic_question")
-    )
-    without = f"""Without the response {percent(remove)} of 100 sampled turns fit it, not
-    {percent(none)} (60 queries). With half of its sentences ({change(half - none)}), or a generic
-    question at its end ({change(question - none)}), no change is shown."""
     compare = [folded(one) for one in both.split("\n\n")]
     return {
         "compare": compare,
-        SMOL: [folded(first_token), folded(without)],
+        SMOL: [folded(first_token)],
         QWEN: [folded(one) for one in qwen.split("\n\n")],
     }
 
@@ -564,9 +483,9 @@ After maths {mean(refused, 0)}% of Qwen's greedy turns refuse (they speak as the
 @cache
 def pages() -> dict[str, list[str]]:
     """The tables and sentences of each page."""
-    tables = {"compare": [how_often(), roles(), where(), moved()]}
+    tables = {"compare": [how_often(), roles(), where()]}
     tables |= {m: [datasets(m), sites(m), windows(m)] for m in MODELS}
-    tables[SMOL] += [blocks(), exchanged(), vectors(), elicited()]
+    tables[SMOL] += [blocks()]
     found = {f"docs/results/{name}.md": tables[name] + sentences()[name] for name in tables}
     found["docs/results/compare.md"] += found_sentences(short=False)
     return {"README.md": found_sentences(short=True)} | found

@@ -4,9 +4,8 @@
     python docs/results/data/make.py scores OUT
     python docs/results/data/make.py figures
 
-FOLDER holds run/ (with results of locate and of ``rates --by correct``), vectors/ (of
-learned-vector), changes/ (of perturbations), elicit/, interchange/, interchange_again/ (of one cell
-and all queries) and bands/ (of locate --maps bands blocks); a table without its folder is left out.
+FOLDER holds run/ (with results of locate and of ``rates --by correct``) and bands/ (of locate
+--maps bands blocks); a table without its folder is left out.
 ``verdicts.py`` then judges the turns. ``scores`` needs the model: it scores turns of
 OUT/turns.parquet after each response to their query, in an hour or two of a CPU.
 """
@@ -35,8 +34,6 @@ from ia_mech.settings import Settings
 TURN = ["context_id", "temperature", "sample"]
 MOST = 40  # tokens of a turn
 DEPTHS = {"SmolLM2-135M": 30, "Qwen2.5-Coder-1.5B": 28}
-EXCHANGED = ["source", "term", "layer", "high", "low", "equal a", "equal b"]
-EXCHANGED += ["own high", "own low", "unchanged"]
 
 
 def contexts(run: Run, folder: Path) -> pd.DataFrame:
@@ -129,18 +126,6 @@ def main(folder: Path, out: Path) -> None:
     if "parts" in tables:
         every = tables["parts"]
         tables["parts"] = every[every["site"].isin([ALL_LAYERS, *PART_SITES])]
-    for name, file in {
-        "vectors": "vectors/rows.parquet",
-        "changes": "changes/turns.parquet",
-        "elicit": "elicit/rows.parquet",
-        "interchange": "interchange/rows.parquet",
-        "interchange_again": "interchange_again/rows.parquet",  # of the cell that the other shows
-    }.items():
-        if (folder / file).is_file():
-            tables[name] = pd.read_parquet(folder / file)
-    for name in ("interchange", "interchange_again"):
-        if name in tables:
-            tables[name] = tables[name][EXCHANGED]
     write(tables, out)
 
 
