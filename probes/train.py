@@ -22,6 +22,7 @@ from ia_mech.cli import (
     tolerant_streams,
     whole_from,
 )
+from ia_mech.run.tokens import COMPONENTS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,6 +47,7 @@ examples:
   ia-mech probes cache/RUN --target latent --positions header_last --layers 10-20
   ia-mech probes cache/RUN-A cache/RUN-B --judge gpt-5-mini --out pooled
   ia-mech probes cache/RUN --random-blocks cache/RUN-RANDOM
+  ia-mech probes cache/RUN --at turn:0 --component mlp
 Judge a run first: ia-mech judge run cache/RUN
 """
 
@@ -86,11 +88,21 @@ def parser_of(command: str, description: str, epilog: str) -> Parser:
         help="of those that every run kept (default: all)",
     )
     parser.add_argument(
+        "--at",
+        nargs="+",
+        default=[],
+        metavar="TOKENS",
+        help="in place of positions, tokens that ia-mech capture has added, such as turn:0",
+    )
+    parser.add_argument(
+        "--component", choices=COMPONENTS, default=COMPONENTS[0], help="of --at (default: resid)"
+    )
+    parser.add_argument(
         "--layers",
         nargs="+",
         type=layers,
         metavar="L",
-        help="such as 0 8-12 30; 0 = embeddings (default: all)",
+        help="such as 0 8-12 30; 0 = embeddings (default: all, of --at those captured)",
     )
     parser.add_argument(
         "--within",
@@ -129,7 +141,8 @@ def probe_set(args: argparse.Namespace, runs: "Sequence[Path | Run]") -> "ProbeS
     from probes.dataset import read
 
     layers = None if args.layers is None else [at for part in args.layers for at in part]
-    return read(runs, args.judge, args.target, args.positions, layers, args.within)
+    how = args.positions, layers, args.within, args.at, args.component
+    return read(runs, args.judge, args.target, *how)
 
 
 def settings_of(args: argparse.Namespace) -> "AnalysisSettings":
@@ -189,7 +202,6 @@ def _train(args: argparse.Namespace) -> None:
 
 def print_plan(data: "ProbeSet", settings: "AnalysisSettings", twins: int, folder: Path) -> None:
     """Print what would be fitted, and about how long it takes: one layer and position is timed."""
-    from ia_mech.run.queries import conversations_text
     from probes.analysis import analyse, processors
 
     began = time.perf_counter()
@@ -202,7 +214,7 @@ def print_plan(data: "ProbeSet", settings: "AnalysisSettings", twins: int, folde
     random = f", and as many of {twins} runs with random blocks" if twins else ""
     for name, value in {
         "target": data.target.describe(),
-        "labelled": conversations_text(len(data), data.outcome.source_count),
+        "labelled": data.counted,
         "probes": f"{what}{random}; {settings.folds} folds, {settings.permutations} permutations",
         "time": f"about {max(1, round(seconds / 60))} min, and some for the controls",
         "numbers": f"go to {folder}",

@@ -3,10 +3,12 @@
 import shutil
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from contract import VECTOR, relative_l2
 from runs import sampled
+from test_probes_dataset import plant
 from test_thinking_run import subject  # noqa: F401
 
 from ia_mech.collect.capture import Wanted, capture, main
@@ -14,7 +16,9 @@ from ia_mech.display import Quiet
 from ia_mech.engine.installed import install
 from ia_mech.errors import UserError
 from ia_mech.run import Run
+from ia_mech.run.labels import KEY
 from ia_mech.settings import Settings
+from probes.dataset import read
 
 SETTINGS = Settings(
     limit=4,
@@ -79,6 +83,37 @@ def test_sampled_turns_have_states_of_their_own(subject, opening, tmp_path):  # 
     assert relative_l2(run.residuals(2, tokens="context:-1", turns=some), found[:, 1]) < VECTOR
     with pytest.raises(UserError, match=r"for 8 of 16 turns; add it .* --temperature 1"):
         run.residuals(2, tokens="turn:1", turns=run.generations.query("temperature == 1"))
+
+
+def test_probes_read_captured_states_of_the_turns_that_count(kept, tiny_subject, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(kept.path, folder)
+    wanted = Wanted(Run(folder), ["turn:0..1", "header:-1"], [2, 4], ["attn"], [None])
+    capture(wanted, tiny_subject, Quiet())
+    run = plant(Run.open(folder), lambda _, t, sample, k: "follow_up" if sample else "new_topic")
+    found = read([folder], tokens=["turn:0", "turn:1"], component="attn")
+    assert list(found.layers) == [2, 4] and found.positions == ["turn:0", "turn:1"]
+    turns = run.generations.query("temperature > 0")
+    turns = turns[run.drawn(turns) & (turns["token_ids"].map(len) > 1)]
+    for column in KEY:
+        assert found.contexts[column].tolist() == turns[column].tolist()
+    assert found.contexts["positives"].tolist() == turns["sample"].tolist()
+    assert set(found.contexts["trials"]) == {1}
+    own = run.residuals(4, tokens="turn:1", component="attn", turns=turns)
+    assert np.array_equal(found.at(4, "turn:1"), own.numpy())
+    for text, ids in zip(found.contexts["text"], turns["token_ids"], strict=True):
+        assert text.endswith(f" token{ids[0]} token{ids[1]}")
+    context = read([folder], tokens=["header:-1"], component="attn")
+    assert context.contexts["trials"].tolist() == [4] * 4
+    own = run.residuals(2, tokens="header:-1", component="attn")
+    assert np.array_equal(context.at(2, "header:-1"), own.numpy())
+    for how, said in (
+        ({"component": "mlp"}, "add it with: ia-mech capture .* --component mlp"),
+        ({"within": "source"}, "compares responses, not turns"),
+        ({"positions": ["header_last"]}, "together"),
+    ):
+        with pytest.raises(UserError, match=said):
+            read([folder], tokens=["turn:0"], **how)
 
 
 def test_what_was_captured_is_kept_and_what_was_lost_is_computed_again(
