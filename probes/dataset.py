@@ -336,7 +336,7 @@ def check_one_model(runs: Sequence[Run]) -> None:
         if run.model["weights_hash"] != runs[0].model["weights_hash"]:
             raise UserError(
                 f"{runs[0].path} and {run.path} are of different models",
-                "train a probe for each; probes.transfer tests one's on the other",
+                "train a probe for each; probes.cross_evaluate tests one's on the other",
             )
 
 

@@ -41,8 +41,8 @@ RANDOM_BLOCKS = "a model with random blocks over the trained embeddings"
 POWER = 0.8  # power with which an effect "would be found"
 MARGIN = 0.05  # of two AUROCs that are called the same, within which the whole interval lies
 KEY = ["quantity", "layer", "position", "control"]  # no two rows have the same
-COLUMNS = [*KEY, "value", "low", "high", "p", "sources", "contexts", "level", "method"]
-_DTYPES = {
+COLUMNS = [*KEY, "value", "low", "high", "p", "p_holm", "sources", "contexts", "level", "method"]
+DTYPES = {
     **dict.fromkeys(("quantity", "position", "control", "method"), "string"),
     **dict.fromkeys(("layer", "sources", "contexts"), "Int64"),
     "level": "float64",
@@ -188,12 +188,14 @@ def estimates(analysis: Analysis) -> pd.DataFrame:
       (with hidden states), ``auroc_gain`` and ``deviance_saved`` (what hidden states add), and
       ``deviance_planted`` (see :class:`probes.analysis.IncrementalValue`).
     - the heat map: ``null_band_95_family`` (95% quantile of the largest permuted statistic).
+    - an entry of the matrix of --transfer, named in ``control``: ``auroc_transfer``, the only one
+      with ``p_holm``.
 
     Returns:
         :data:`COLUMNS`; :data:`KEY` is unique. ``layer``, ``position`` and ``control`` are missing
         where a quantity has none, ``low``, ``high`` and ``level`` where there is no interval.
     """
-    return frame_of(_rows(analysis), _DTYPES, COLUMNS)
+    return frame_of(_rows(analysis), DTYPES, COLUMNS)
 
 
 def _rows(analysis: Analysis) -> Iterator[TidyEstimate]:
