@@ -230,7 +230,8 @@ def _with_tokens(data: ProbeSet, all_layers: bool) -> ProbeSet:
     lacking = f"{(~has).sum()} of {len(has)} {what} lack one of {' '.join(tokens)}"
     if not has.any():
         raise UserError(lacking, "give other tokens (--at)")
-    notes = [*data.notes, *[f"{lacking} and are left out."] * (not has.all())]
+    notes = [*data.notes, f"states: {component} of {' '.join(tokens)}."]
+    notes += [f"{lacking} and are left out."] * (not has.all())
     if of_turns(tokens):
         notes.append("each turn is a row; the text control reads it, too, up to the last token.")
     kept = frame.assign(text=texts)[has].reset_index(drop=True)

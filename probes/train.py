@@ -26,7 +26,6 @@ from ia_mech.errors import UserError
 from ia_mech.run.tokens import COMPONENTS
 
 if TYPE_CHECKING:
-
     from ia_mech.results import Result
     from probes.analysis import AnalysisSettings
     from probes.dataset import ProbeSet
