@@ -196,7 +196,9 @@ def _scored(of: Passes, cell: Cell) -> Iterator[dict[str, Any]]:
 
 
 def _written(of: Passes, cells: Sequence[Cell], model: Model) -> Iterator[dict[str, Any]]:
-    """Turns that the model writes after the contexts of cells, scored after the candidates' own."""
+    """Turns that the model writes after the contexts of cells, scored after the candidates' own.
+    Their texts are kept beside the scores, not as a run: cut at :data:`TOKENS`, none can be judged
+    (follow-ups after hybrids have an outcome of their own)."""
     from ia_mech.engine.decode import Row, decode
     from ia_mech.engine.sampling import stream_key
     from ia_mech.engine.score import Turn
@@ -219,7 +221,8 @@ def _written(of: Passes, cells: Sequence[Cell], model: Model) -> Iterator[dict[s
     turns = [tuple(one.token_ids.tolist()) for one in decoded]
     scores = _nats(of, [of.whole], [Turn(j, ids) for ids in turns for _, j in pairs], 0)
     for (cell, j, row), ids, each in zip(rows, turns, scores, strict=True):
-        yield _row(unit, cell, pairs[0][0], (j, row.temperature, 0, ids), each)
+        turn = j, row.temperature, 0, ids
+        yield _row(unit, cell, pairs[0][0], turn, each) | {"text": model.chat.text(ids)}
 
 
 def _nats(

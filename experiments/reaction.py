@@ -497,62 +497,59 @@ class Reaction(Experiment):
     def tables(self, estimates: pd.DataFrame) -> list[Table]:
         count, size = len(self.used[0].contexts), self.size
 
-        def table(title, rows, columns, legend, beside="temperature") -> list[Table]:
-            shown = {name: (head, style) for name, head, style in columns}
-            options = {"index": ("dataset", beside), "rows": "queries", "legend": legend}
-            return tables_of(title, rows, shown, **options)
-
+        table = partial(tables_of, index=("dataset", "temperature"), rows="queries")
         head = self.headline(estimates)
         both = SAME_QUERIES in set(head["quantity"])
         made = table(
             f"bits that a turn tells about which of {size} {self.kind_of_responses} it followed "
             f"(at most {np.log2(size):.2f}; {self.intervals})",
             head,
-            [(INFORMATION, self.kind_of_responses, 2), (SAME_QUERIES, "all responses", 2)],
-            "all responses: to the same queries, also unfinished ones." if both else "",
+            {INFORMATION: (self.kind_of_responses, 2), SAME_QUERIES: ("all responses", 2)},
+            legend="all responses: to the same queries, also unfinished ones." if both else "",
         )
         made += table(
             f"bits about all {count} responses (at most {np.log2(count):.2f} bits)",
             estimates[(estimates["term"] == ALTERNATIVES) & (estimates["responses"] == count)],
-            [
-                (INFORMATION, "bits", 2),
-                (READABLE, "readable", 2),
-                (GREEDY_DIFFERENCE, "greedy minus these", "+.2f"),
-                ("identified", f"identified (chance {1 / count:.2g})", 2),
-                (DIFFERENT, "differ", 2),
-            ],
-            "readable: bits that one fixed reader of all turns finds, a lower bound; greedy minus "
-            "these: readable bits of greedy turns minus those of this line, by query; identified: "
-            "how often the turn is likeliest after the response that it followed; differ: share of "
-            "pairs of greedy turns to a query. Bits show that turns depend on the response, not "
-            "that they are apt. Responses that are alike (a maths answer) leave few bits to tell.",
+            {
+                INFORMATION: ("bits", 2),
+                READABLE: ("readable", 2),
+                GREEDY_DIFFERENCE: ("greedy minus these", "+.2f"),
+                "identified": (f"identified (chance {1 / count:.2g})", 2),
+                DIFFERENT: ("differ", 2),
+            },
+            legend="readable: bits that one fixed reader of all turns finds, a lower bound; greedy "
+            "minus these: readable bits of greedy turns minus those of this line, by query; "
+            "identified: how often the turn is likeliest after the response that it followed; "
+            "differ: share of pairs of greedy turns to a query. Bits show that turns depend on "
+            "the response, not that they are apt. Responses that are alike (a maths answer) leave "
+            "few bits to tell.",
         )
         made += table(
             f"control: {size} {WORDINGS}",
             estimates[estimates["term"] == WORDINGS],
-            [
-                (SAME_QUERIES, self.kind_of_responses, 2),
-                (INFORMATION, WORDINGS, 2),
-                (DIFFERENCE, "difference", "+.2f"),
-            ],
-            f"bits of turns after {size} different responses, bits of turns after as many wordings "
-            "of one response to the same queries, and the difference.",
+            {
+                SAME_QUERIES: (self.kind_of_responses, 2),
+                INFORMATION: (WORDINGS, 2),
+                DIFFERENCE: ("difference", "+.2f"),
+            },
+            legend=f"bits of turns after {size} different responses, bits of turns after as many "
+            "wordings of one response to the same queries, and the difference.",
         )
         made += table(
             "what wordings keep of their response",
             estimates,
-            [(name, name, 2) for name in CLOSENESS],
-            "words kept: share of the response's content words in the text, high if it says the "
-            "same; trigrams kept: share of the response's runs of three words, low if it uses "
+            {name: (name, 2) for name in CLOSENESS},
+            legend="words kept: share of the response's content words in the text, high if it says "
+            "the same; trigrams kept: share of the response's runs of three words, low if it uses "
             "other words; length ratio: of the numbers of words; other responses: to the query.",
-            beside="term",
+            index=("dataset", "term"),
         )
         made += table(
             f"of the bits of all {count} responses, told by copied words",
             estimates[estimates["term"] == [*GROUPS][-1]],
-            [(COPIED, "copied, at least", 2), (BEYOND, "beyond, at most", 2)],
-            "copied: bits that shared words, numbers and names tell, a lower bound on copying; "
-            "beyond: the rest, an upper bound on what isn't copied.",
+            {COPIED: ("copied, at least", 2), BEYOND: ("beyond, at most", 2)},
+            legend="copied: bits that shared words, numbers and names tell, a lower bound on "
+            "copying; beyond: the rest, an upper bound on what isn't copied.",
         )
         return made
 

@@ -63,8 +63,7 @@ def estimates(rows: pd.DataFrame, options: dict[str, Any]) -> Iterator[TidyEstim
         group = Group(wide.index.to_numpy(), options, {"dataset": dataset})
         own, others = wide["log_odds"][0], wide["log_odds"].drop(columns=0)
         for term, some in ((DIRECTION, [0]), (OTHER_MEAN, list(others))):
-            kl = group.mean(KL, wide["kl"][some].mean(axis=1), term=term)
-            yield replace(kl, estimate=kl.estimate.clip(0.0))
+            yield group.mean(KL, wide["kl"][some].mean(axis=1), least=0, term=term)
             yield group.mean(ODDS, wide["log_odds"][some].mean(axis=1), term=term)
         for draw in others:
             yield group.mean(ODDS, others[draw], term=OTHER, draw=draw)

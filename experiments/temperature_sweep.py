@@ -337,21 +337,12 @@ class TemperatureSweep(Experiment):
 # -- estimates -------------------------------------------------------------------------------------
 
 
-def _clipped(row: TidyEstimate, low: float, high: float = np.inf) -> TidyEstimate:
-    """A mean whose values have these bounds.
-
-    Means of probabilities are clipped, too: the interval of a rate would assume the variance of
-    events, which is far larger than that of probabilities.
-    """
-    return replace(row, estimate=row.estimate.clip(low, high))
-
-
 def first_token_estimates(
     group: Group, first: dict[str, np.ndarray], temperatures: Sequence[float]
 ) -> Iterator[TidyEstimate]:
     """Of ``[contexts, temperatures]`` arrays, as :func:`first_token_curves` makes them."""
     opened = first["follow_up"], first["restated"]
-    for quantity, term, values, *ends in (
+    for quantity, term, values, least, most in (
         ("first token's entropy", None, first["entropy"], 0, np.inf),
         (TOKENS, None, np.exp(first["entropy"]), 1, np.inf),
         ("mass on turn-end", None, first["turn_end"], 0, 1),
@@ -359,9 +350,9 @@ def first_token_estimates(
         (MASS, "repetitions' openings", opened[1], 0, 1),
         (f"{MASS}, follow-ups minus repetitions", None, opened[0] - opened[1], -1, 1),
     ):
-        names: dict[str, Any] = {"term": term} if term else {}
+        how: dict[str, Any] = {"least": least, "most": most} | ({"term": term} if term else {})
         for t, column in zip(temperatures, values.T, strict=True):
-            yield _clipped(group.mean(quantity, column, temperature=float(t), **names), *ends)
+            yield group.mean(quantity, column, temperature=float(t), **how)
 
 
 def depth_estimates(group: Group, turns: pd.DataFrame, **names: Any) -> Iterator[TidyEstimate]:
@@ -387,8 +378,7 @@ def lens_estimates(group: Group, log_p: dict[str, np.ndarray]) -> Iterator[TidyE
     """By layer, the lens's log-probability of both openings, and whether greedy's stays ahead."""
     for term, values in log_p.items():
         for layer in range(values.shape[1]):
-            row = group.mean(LENS, values[:, layer], term=term, layer=layer)
-            yield _clipped(row, -np.inf, 0)
+            yield group.mean(LENS, values[:, layer], most=0, term=term, layer=layer)
     ahead = ahead_for_good(log_p[GREEDY], log_p[BEST])
     if not np.isnan(ahead).all():
         for layer in range(ahead.shape[1]):

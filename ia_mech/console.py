@@ -24,7 +24,6 @@ COMMANDS = {
     "study": ("experiments.study", "sample, judge and analyse a model, on one page"),
     "compare": ("experiments.compare", "several studies side by side"),
     "probes": ("probes.train", "where in the model labels can be read"),
-    "transfer": ("probes.transfer", "whether probes of one run or dataset work on another"),
     "reaction": ("experiments.reaction", "how many bits turns tell about their response"),
     "locate": ("experiments.locate", "activation patching: which keys and values carry these bits"),
     "interchange": ("experiments.interchange", "whether follow-ups travel with a state"),

@@ -71,12 +71,24 @@ class Group:
     names: dict[str, Any] = field(default_factory=dict)  # names that every estimate gets
 
     def mean(
-        self, quantity: str, values: ArrayLike, *, proportion: bool = False, **names: Any
+        self,
+        quantity: str,
+        values: ArrayLike,
+        *,
+        proportion: bool = False,
+        least: float = -np.inf,
+        most: float = np.inf,
+        **names: Any,
     ) -> TidyEstimate:
-        """The mean of ``[rows]`` values with its interval; NaN is left out."""
+        """The mean of ``[rows]`` values with its interval, within these bounds; NaN is left out.
+
+        Shares and probabilities have bounds, too, and are no proportions: an interval of events
+        would assume a far larger variance.
+        """
         values = np.asarray(values, dtype=float)
         level = self.options["level"]
         estimate = cluster_mean(values, self.sources, proportion=proportion, level=level)
+        estimate = estimate.clip(least, most)
         return self.row(quantity, estimate, int((~np.isnan(values)).sum()), **names)
 
     def median(self, quantity: str, values: ArrayLike, **names: Any) -> TidyEstimate:

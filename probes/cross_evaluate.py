@@ -19,7 +19,6 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -34,6 +33,7 @@ from probes.analysis import AnalysisSettings, HiddenStates, Place, fold_scores, 
 from probes.dataset import MIN_SOURCES, ProbeSet
 from probes.fit.folds import make_folds, permutations, seeds_of
 from probes.fit.nested_cv import CrossValidated, Design, cross_validate
+from probes.show import COLUMNS, DTYPES
 from probes.targets import Outcome
 
 STAR = 0.05  # smaller Holm-adjusted p values are marked
@@ -50,9 +50,11 @@ class Entry:
     p: float  # share of permutations whose closed-form probes reach the score
     p_holm: float  # adjusted over all entries
     chosen: list[Place]  # by each probe: one, or one per fold where sources are shared
-    train_contexts: int
-    train_sources: int
     test_contexts: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.trained} → {self.tested}"
 
     @property
     def most_chosen(self) -> Place:
@@ -122,8 +124,6 @@ def cross_evaluate(
                 p=selected.headline_p,
                 p_holm=np.nan,
                 chosen=[places[at] for at in chosen],
-                train_contexts=len(units[trained]),
-                train_sources=len(set(outcome.sources[units[trained]])),
                 test_contexts=len(rows),
             )
         )
@@ -190,83 +190,69 @@ def units_of(data: ProbeSet) -> dict[str, np.ndarray]:
     Raises:
         UserError: only one unit has an outcome.
     """
-    of = data.contexts["dataset"]
+    of, unit = data.contexts["dataset"], "dataset"
     if len(data.runs) > 1:
         folders = [run.name for run in data.runs]
         names = {
             number: folder if folders.count(folder) == 1 else f"{folder} ({number + 1})"
             for number, folder in enumerate(folders)
         }
-        of = data.contexts["run"].map(names)
+        of, unit = data.contexts["run"].map(names), "run"
     units = {name: np.flatnonzero(of == name) for name in of.unique()}
     if len(units) < 2:
         raise UserError(
-            f"only one {_unit(data)} has an outcome, {next(iter(units))}: transfer needs two",
+            f"only one {unit} has an outcome, {next(iter(units))}: --transfer needs two",
             "give several runs, or one of several datasets",
         )
     return units
 
 
-def _unit(data: ProbeSet) -> str:
-    return "run" if len(data.runs) > 1 else "dataset"
+# -- what a result gets ---------------------------------------------------------------------------
 
 
-# -- the result -----------------------------------------------------------------------------------
-
-
-def result_of(
+def with_transfer(
+    result: Result,
     entries: list[Entry],
-    data: ProbeSet,
     notes: list[str],
+    data: ProbeSet,
     settings: AnalysisSettings,
-    about: dict[str, Any],
-    name: str,
 ) -> Result:
-    by = _unit(data)
-    others = [entry for entry in entries if entry.trained != entry.tested]
-    starred = sum(entry.p_holm < STAR for entry in others)
-    best, least = (f(others, key=lambda entry: entry.auroc.value) for f in (max, min))
-    return Result(
-        name=name,
-        question=f"Does a probe of {data.target.words}, trained on one {by}, work on another?",
-        sentence=f"Of {len(others)} probes tested on another {by} than they were trained on, "
-        f"{starred} read it above chance (p < {STAR:g} after Holm's method); their AUROC is "
-        f"{least.auroc.text()} ({least.trained} → {least.tested}) to {best.auroc.text()} "
-        f"({best.trained} → {best.tested}).",
-        control="Layer, position and penalty were chosen by cross-validation within the training "
-        f"conversations; p is from {settings.permutations} permutations of the training labels "
-        "(whole sources), choice and training replayed by ridge regression. "
-        f"Labels: {data.labelled_by}.",
-        estimates=_estimates(entries),
-        tables=[_table(entries, settings)],
-        notes=[
-            f"target {data.target.name}: {data.target.describe()}",
-            *_explained(data, settings),
-            *data.notes,
-            *notes,
-        ],
-        about=about,
+    """A result of probes with the matrix as its first table, its estimates and its notes."""
+    explained = (
+        "An entry of the matrix: how often the context of a random positive turn scores higher "
+        f"than that of a random negative one of the same {data.within}, by a probe of the row's "
+        "conversations, among the column's (0.5: chance). Layer, position and penalty are chosen "
+        "within the former. p: choice and training replayed by ridge regression on "
+        f"{settings.permutations} permutations of their labels. Where the two share sources, "
+        f"{settings.folds} probes are cross-fitted, and both are permuted; else the interval is "
+        "given the probe."
+    )
+    return replace(
+        result,
+        estimates=pd.concat([result.estimates, _estimates(entries, settings)], ignore_index=True),
+        tables=[_table(entries, settings), *result.tables],
+        notes=[*result.notes, explained, *notes],
     )
 
 
-def _estimates(entries: list[Entry]) -> pd.DataFrame:
+def _estimates(entries: list[Entry], settings: AnalysisSettings) -> pd.DataFrame:
     """One row per entry; ``layer`` and ``position`` are those that most of its probes read."""
-    names = dict.fromkeys(("trained", "tested", "position"), "string")
-    counts = dict.fromkeys(("layer", "train_contexts", "train_sources"), "Int64")
     rows = []
     for entry in entries:
         layer, position = entry.most_chosen
-        of = {
-            "trained": entry.trained,
-            "tested": entry.tested,
-            "layer": layer,
-            "position": position,
-            "train_sources": entry.train_sources,
-            "train_contexts": entry.train_contexts,
-        }
-        auroc, rows_tested = entry.auroc, entry.test_contexts
-        rows.append(TidyEstimate("auroc", of, rows_tested, auroc, entry.p, p_holm=entry.p_holm))
-    return frame_of(rows, names | counts)
+        names = {"layer": layer, "position": position, "level": settings.level}
+        names |= {"control": entry.name, "contexts": entry.test_contexts}
+        rows.append(
+            TidyEstimate(
+                "auroc_transfer",
+                names,
+                entry.test_contexts,
+                entry.auroc,
+                entry.p,
+                p_holm=entry.p_holm,
+            )
+        )
+    return frame_of(rows, DTYPES, COLUMNS)
 
 
 def _table(entries: list[Entry], settings: AnalysisSettings) -> Table:
@@ -287,14 +273,3 @@ def _table(entries: list[Entry], settings: AnalysisSettings) -> Table:
         rows,
         f"* p < {STAR:g} after Holm's method over {len(entries)} entries",
     )
-
-
-def _explained(data: ProbeSet, settings: AnalysisSettings) -> list[str]:
-    return [
-        "An entry: how often the context of a random positive turn scores higher than that of a "
-        f"random negative one of the same {data.within}, by the row's probe, among the column's "
-        "conversations (0.5: chance). The interval is over the sources tested, given the trained "
-        "probes.",
-        f"Where training and test share sources, {settings.folds} probes were cross-fitted by "
-        "folds of whole sources, and the tested labels are permuted with those trained on.",
-    ]

@@ -1,7 +1,7 @@
 """The data of probes: judged contexts of one or more runs, and their hidden states.
 
-Each row is a context. Text and numbers are in a data frame; hidden states are read from the runs,
-one layer at a time.
+Each row is a context, or a turn where states of a turn's tokens are read. Text and numbers are in a
+data frame; hidden states are read from the runs, one layer at a time.
 """
 
 import math
@@ -17,13 +17,15 @@ from ia_mech.errors import UserError
 from ia_mech.rates.gate import Gate
 from ia_mech.rates.load import NO_ANNOTATOR, open_runs, read_runs
 from ia_mech.run import Run
+from ia_mech.run.labels import KEY
+from ia_mech.run.queries import conversations_text
 from ia_mech.run.sources import sources_of
+from ia_mech.run.tokens import COMPONENTS, TURN, of_turns, place_of, token_names
 from ia_mech.stats import Estimate, variance_components
 from probes.targets import (
     KEYS,
     Outcome,
     Target,
-    counts_of,
     parse_target,
     turns_that_count,
 )
@@ -43,13 +45,17 @@ class ProbeSet:
     all runs), ``text`` (all messages, one below the other), ``prompt_tokens`` (up to the end of
     the query), ``response_tokens`` (from there to the response's end), ``context_tokens``,
     ``unfinished``, ``token_ids``, ``positives`` and ``trials``.
+
+    Where states of a turn's tokens are read, it has one row per turn that counts, with the columns
+    that name the turn (:data:`ia_mech.run.labels.KEY`); ``text`` then goes on with the turn's
+    tokens up to the last one that is read.
     """
 
     runs: list[Run]  # in the given order
     judge: str  # the judge whose verdicts make the outcomes
     target: Target
     contexts: pd.DataFrame
-    positions: list[str]  # that every context has, in storage order
+    positions: list[str]  # that every row has, in storage order; or captured tokens
     notes: list[str]  # sentences on how the data were put together
     layers: Sequence[int]  # ascending; 0 = embeddings
     width: int  # d_model
@@ -58,6 +64,7 @@ class ProbeSet:
     # their perturbation. Each group gets an intercept, and labels are permuted within it.
     within: str = RUN
     has_ends: bool = False  # whether every context has states at both of :data:`ENDS`
+    component: str = COMPONENTS[0]  # of captured tokens
     # Where siblings are compared, the reliability of their rates, over as many turns as a context
     # has (:mod:`ia_mech.stats.components`); None if no query has several responses.
     reliability: Estimate | None = None
@@ -75,6 +82,13 @@ class ProbeSet:
         return Outcome.from_counts(frame["positives"], frame["trials"], frame["source"], strata)
 
     @property
+    def counted(self) -> str:
+        """How many conversations and turns there are, in words."""
+        frame, turns = self.contexts, f"{self.contexts['trials'].sum()} turns"
+        conversations = len(frame.drop_duplicates(KEYS))
+        return f"{conversations_text(conversations, self.outcome.source_count)}, {turns}"
+
+    @property
     def labelled_by(self) -> str:
         """The judge and its gate, in the words of conclusions and captions."""
         return f"judge {self.gate}"
@@ -84,7 +98,8 @@ class ProbeSet:
         return np.hstack([self.at(layer, name) for name in ENDS]) if self.has_ends else None
 
     def at(self, layer: int, position: str) -> np.ndarray:
-        """Hidden states, ``[contexts, d_model]`` float32, at a layer and position of all runs.
+        """Hidden states, ``[contexts, d_model]`` float32, at a layer and position of all runs, or
+        of the component at a captured token.
 
         Raises:
             UserError: there is no such layer, a value isn't finite, or a file can't be read.
@@ -92,7 +107,7 @@ class ProbeSet:
         states = np.empty((len(self), self.width), dtype=np.float32)
         for number, frame in self.contexts.groupby("run"):
             run = self.runs[number]
-            found = run.residuals(layer, position).float().numpy()[frame["row"]]
+            found = _states(run, layer, position, self.component, frame)
             finite = np.isfinite(found).all(axis=1)
             if not finite.all():
                 context = frame["context_id"].iloc[int(np.argmin(finite))]
@@ -112,6 +127,8 @@ def read(
     positions: Sequence[str] | None = None,
     layers: Sequence[int] | None = None,
     within: str = RUN,
+    tokens: Sequence[str] = (),
+    component: str = COMPONENTS[0],
 ) -> ProbeSet:
     """Read judged runs.
 
@@ -121,44 +138,47 @@ def read(
         target: what to predict, as :func:`probes.targets.parse_target` takes it.
         positions, layers: those to read; all that were kept if not given.
         within: see :class:`ProbeSet`.
+        tokens, component: in place of positions, what ``ia-mech capture`` has added. With a token
+            of turns, each turn that counts is a row.
 
     Raises:
         UserError: :func:`ia_mech.rates.read_runs` refuses the runs (unfinished, not judged, …);
             their models differ in size; the target, a position or a layer is unknown; no context
             has an outcome; or no position is in all contexts.
     """
-    wanted, judged = parse_target(target), read_runs(runs, judge, NO_ANNOTATOR)
+    wanted, names = parse_target(target), token_names(tokens)
+    _check_tokens(names, component, positions, within)
+    judged = read_runs(runs, judge, NO_ANNOTATOR)
     runs = judged.runs
     gate = judged.gate
     notes = [*judged.notes, f"{gate.short}."]
     _check_same_size(runs)
     each = [_contexts(run, number) for number, run in enumerate(runs)]
     contexts, has = (pd.concat(frames, ignore_index=True) for frames in zip(*each, strict=True))
-    keys = pd.MultiIndex.from_arrays(
-        [contexts["run"].map(lambda number: str(runs[number].path)), contexts["context_id"]]
-    )
     counted = turns_that_count(wanted, judged.turns)
-    counts = counts_of(counted).reindex(keys)
-    there = counts["n"].notna().to_numpy()
-    if not there.any():
+    numbers = {str(run.path): number for number, run in enumerate(runs)}
+    keys = ["run", *KEY] if of_turns(names) else KEYS
+    by = counted.assign(run=counted["run"].astype(str).map(numbers)).groupby(keys, observed=True)
+    counts = by["positive"].agg(positives="sum", trials="size").astype(int).reset_index()
+    kept = contexts.assign(place=contexts.index).merge(counts, on=KEYS)
+    there = kept.pop("place")
+    if not len(kept):
         raise UserError(
             f"none of the {len(contexts)} conversations has an outcome for the target "
             f"{wanted.name}",
             "choose another target: " + wanted.describe(),
         )
-    if not there.all():
+    if lacking := len(contexts) - there.nunique():
         notes.append(
-            f"{(~there).sum()} of {len(contexts)} conversations have no outcome for the target "
+            f"{lacking} of {len(contexts)} conversations have no outcome for the target "
             f"{wanted.name} and are left out."
         )
-    kept, has = contexts[there].reset_index(drop=True), has[there].eq(True)
-    kept["positives"] = counts["k"].to_numpy()[there].astype(int)
-    kept["trials"] = counts["n"].to_numpy()[there].astype(int)
-    return ProbeSet(
+    has = has.loc[there].eq(True)
+    data = ProbeSet(
         runs=runs,
         judge=judged.judge,
         target=wanted,
-        positions=_common_positions(has, positions, notes),
+        positions=names or _common_positions(has, positions, notes),
         contexts=kept,
         notes=notes,
         layers=_chosen_layers(runs[0].layers, layers),
@@ -167,7 +187,70 @@ def read(
         gate=gate,
         reliability=_reliability(counted) if within == SOURCE else None,
         has_ends=all(name in has and has[name].all() for name in ENDS),
+        component=component,
     )
+    return _with_tokens(data, layers is None) if names else data
+
+
+def _check_tokens(
+    tokens: list[str], component: str, positions: Sequence[str] | None, within: str
+) -> None:
+    """Refuse what can't be asked for together with captured tokens, or without them."""
+    if not tokens and component != COMPONENTS[0]:
+        raise UserError(f"a component {component} without tokens", "name captured ones (--at)")
+    if tokens and positions:
+        raise UserError("positions and captured tokens (--at) together", "give one of them")
+    if of_turns(tokens) and within == SOURCE:
+        raise UserError(
+            "--within source compares responses, not turns", "give tokens of the context, or run"
+        )
+
+
+def _with_tokens(data: ProbeSet, all_layers: bool) -> ProbeSet:
+    """The rows that have the captured tokens; by default of all layers that were captured.
+
+    Raises:
+        UserError: the tokens weren't captured at a layer, or no row has all of them.
+    """
+    tokens, component, frame = data.positions, data.component, data.contexts
+    layers = data.layers
+    if all_layers:
+        layers = data.runs[0].captured_layers(tokens, component) or layers[1:]
+    has, texts = pd.Series(True, frame.index), frame["text"].copy()
+    for number, own in frame.groupby("run"):
+        run = data.runs[number]
+        for layer in layers:
+            for token in tokens:
+                has[own.index] &= ~np.isnan(_states(run, layer, token, component, own)).any(1)
+        if of_turns(tokens):
+            written = run.generations.set_index([*KEY])["token_ids"]
+            ids = written.loc[pd.MultiIndex.from_frame(own[[*KEY]])]
+            texts[own.index] += [_read_of_turn(tokens, one) for one in ids]
+    what = "turns" if of_turns(tokens) else "conversations"
+    lacking = f"{(~has).sum()} of {len(has)} {what} lack one of {' '.join(tokens)}"
+    if not has.any():
+        raise UserError(lacking, "give other tokens (--at)")
+    notes = [*data.notes, f"states: {component} of {' '.join(tokens)}."]
+    notes += [f"{lacking} and are left out."] * (not has.all())
+    if of_turns(tokens):
+        notes.append("each turn is a row; the text control reads it, too, up to the last token.")
+    kept = frame.assign(text=texts)[has].reset_index(drop=True)
+    return replace(data, layers=layers, contexts=kept, notes=notes)
+
+
+def _read_of_turn(tokens: Sequence[str], ids: Sequence[int]) -> str:
+    """A turn's tokens, up to the last one that is read, as words for the text control."""
+    whole = {TURN: range(len(ids))}
+    end = max(place_of(token, whole) for token in tokens if of_turns([token]))
+    return "".join(f" token{one}" for one in ids[: end + 1])
+
+
+def _states(run: Run, layer: int, position: str, component: str, rows: pd.DataFrame) -> np.ndarray:
+    """``[rows, d_model]`` float32, at a position or a captured token."""
+    if ":" in position:
+        found = run.residuals(layer, tokens=position, component=component, turns=rows)
+        return found.float().numpy()
+    return run.residuals(layer, position).float().numpy()[rows["row"]]
 
 
 def _reliability(turns: pd.DataFrame) -> Estimate | None:
@@ -254,7 +337,7 @@ def check_one_model(runs: Sequence[Run]) -> None:
         if run.model["weights_hash"] != runs[0].model["weights_hash"]:
             raise UserError(
                 f"{runs[0].path} and {run.path} are of different models",
-                "train a probe for each; probes.transfer tests one's on the other",
+                "train a probe for each; probes.cross_evaluate tests one's on the other",
             )
 
 
@@ -277,7 +360,13 @@ def with_random_blocks(data: ProbeSet, runs: Sequence[str | Path | Run]) -> dict
                 "sample it with --random-blocks SEED, on the same conversations",
             )
         _check_same_size([data.runs[0], run])
-        if lacking := sorted({*data.positions} - {*run.positions}):
+        if of_turns(data.positions):
+            raise UserError(
+                "a model with random blocks writes other turns",
+                "give tokens of the context, or no --random-blocks",
+            )
+        kept = {name for name in data.positions if ":" not in name}
+        if lacking := sorted(kept - {*run.positions}):
             raise UserError(
                 f"{run.path} lacks the position {', '.join(lacking)}", "sample it with --positions"
             )
@@ -288,7 +377,8 @@ def with_random_blocks(data: ProbeSet, runs: Sequence[str | Path | Run]) -> dict
                 f"{run.path} lacks conversations of {', '.join(str(r.path) for r in data.runs)}",
                 "sample it on the same conversations, responses included",
             )
-        contexts = data.contexts.assign(run=0, row=at)
+        names = run.contexts["context_id"].to_numpy()[at]
+        contexts = data.contexts.assign(run=0, row=at, context_id=names)
         twins[f"random blocks {run.model['random_blocks']}"] = replace(
             data, runs=[run], contexts=contexts
         )

@@ -21,9 +21,10 @@ from scipy.stats import norm
 
 from ia_mech.estimates import TidyEstimate, could_show, frame_of, p_value, smallest_effect
 from ia_mech.results import Result, Table, about_runs, folder_of, refuse_place
+from ia_mech.run.labels import KEY as TURN_KEY
 from ia_mech.run.labels import check_name
-from ia_mech.run.queries import conversations_text
 from ia_mech.run.sources import SEPARATOR
+from ia_mech.run.tokens import of_turns
 from ia_mech.stats import Estimate
 from probes import figures
 from probes.analysis import Analysis, AnalysisSettings, RandomBlocks
@@ -40,8 +41,8 @@ RANDOM_BLOCKS = "a model with random blocks over the trained embeddings"
 POWER = 0.8  # power with which an effect "would be found"
 MARGIN = 0.05  # of two AUROCs that are called the same, within which the whole interval lies
 KEY = ["quantity", "layer", "position", "control"]  # no two rows have the same
-COLUMNS = [*KEY, "value", "low", "high", "p", "sources", "contexts", "level", "method"]
-_DTYPES = {
+COLUMNS = [*KEY, "value", "low", "high", "p", "p_holm", "sources", "contexts", "level", "method"]
+DTYPES = {
     **dict.fromkeys(("quantity", "position", "control", "method"), "string"),
     **dict.fromkeys(("layer", "sources", "contexts"), "Int64"),
     "level": "float64",
@@ -187,12 +188,14 @@ def estimates(analysis: Analysis) -> pd.DataFrame:
       (with hidden states), ``auroc_gain`` and ``deviance_saved`` (what hidden states add), and
       ``deviance_planted`` (see :class:`probes.analysis.IncrementalValue`).
     - the heat map: ``null_band_95_family`` (95% quantile of the largest permuted statistic).
+    - an entry of the matrix of --transfer, named in ``control``: ``auroc_transfer``, the only one
+      with ``p_holm``.
 
     Returns:
         :data:`COLUMNS`; :data:`KEY` is unique. ``layer``, ``position`` and ``control`` are missing
         where a quantity has none, ``low``, ``high`` and ``level`` where there is no interval.
     """
-    return frame_of(_rows(analysis), _DTYPES, COLUMNS)
+    return frame_of(_rows(analysis), DTYPES, COLUMNS)
 
 
 def _rows(analysis: Analysis) -> Iterator[TidyEstimate]:
@@ -294,8 +297,9 @@ def tables(analysis: Analysis) -> list[Table]:
         [str(layer), *(_cell(analysis, i, j) for j in range(len(analysis.positions)))]
         for i, layer in enumerate(analysis.layers)
     ]
+    what = "turns" if of_turns(analysis.positions) else "conversations"
     heat_map = Table(
-        f"AUROC by layer and position, {len(analysis.outcome)} conversations in every column",
+        f"AUROC by layer and position, {len(analysis.outcome)} {what} in every column",
         ["layer", *analysis.positions],
         cells,
         f"* family-wise p ≤ 0.05 (closed form); ° in the {level} confidence set of the best "
@@ -326,6 +330,8 @@ def result_folder(about: dict[str, Any], home: Path, name: str | None = None) ->
     if name is None:
         target = about["settings"]["target"].replace("@", "-at-")
         name = f"{about['kind']}-{target}-{about['judge']}"
+        if ":" in about["settings"]["positions"][0]:
+            name += f"-tokens-{about['settings']['component']}"
     folder = folder_of(home, check_name(name))
     refuse_place(folder, about["kind"], folder)
     return folder
@@ -342,6 +348,7 @@ def about(kind: str, data: ProbeSet, settings: AnalysisSettings, **more: Any) ->
             "target": data.target.name,
             "within": data.within,
             "positions": data.positions,
+            "component": data.component,
             "layers": list(data.layers),
             **{k: v for k, v in asdict(settings).items() if k != "workers"},
             **more,
@@ -359,7 +366,8 @@ def result_of(analysis: Analysis, data: ProbeSet, about: dict[str, Any], name: s
     conclusion = conclude(analysis, target.words + within, data.labelled_by)
     models = dict.fromkeys(run.model["name"] for run in data.runs)
     title = f"{', '.join(models)} · {target.name} · {data.labelled_by}"
-    names = data.contexts[["run", "context_id", "dataset"]].assign(
+    named = [name for name in ("run", *TURN_KEY, "dataset") if name in data.contexts]
+    names = data.contexts[named].assign(
         run=data.contexts["run"].map(lambda number: data.runs[number].name),
         source=data.contexts["source"].str.replace(SEPARATOR, "/"),
     )
@@ -394,9 +402,9 @@ def _data_note(analysis: Analysis, data: ProbeSet) -> str:
         for (layer, position), times in Counter(headline.chosen).most_common()
     )
     return (
-        f"{conversations_text(len(outcome), outcome.source_count)}, {round(outcome.trials.sum())} "
-        f"turns, {share:.1%} positive. A score is a mean over {folds} outer folds, each scored by "
-        f"probes trained on the others; it compares those of the same fold and {data.within}. "
+        f"{data.counted}, {share:.1%} positive. A score is a mean over {folds} outer folds, each "
+        f"scored by probes trained on the others; it compares those of the same fold and "
+        f"{data.within}. "
         f"The headline's folds read {by_fold}. The probe that is kept is fitted on all of them, at "
         f"layer {headline.layer}, {headline.position}."
     )

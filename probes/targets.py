@@ -164,11 +164,6 @@ def parse_target(text: str) -> Target:
     return Target(name, temperature)
 
 
-def counts_of(counted: pd.DataFrame) -> pd.DataFrame:
-    """``k`` and ``n`` per (``run``, ``context_id``) of the turns of :func:`turns_that_count`."""
-    return counted.groupby(KEYS, observed=True)["positive"].agg(k="sum", n="size")
-
-
 def turns_that_count(target: Target, turns: pd.DataFrame) -> pd.DataFrame:
     """The turns that count for a target, with the column ``positive``.
 

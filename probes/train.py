@@ -22,12 +22,11 @@ from ia_mech.cli import (
     tolerant_streams,
     whole_from,
 )
+from ia_mech.errors import UserError
+from ia_mech.run.tokens import COMPONENTS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ia_mech.results import Result
-    from ia_mech.run import Run
     from probes.analysis import AnalysisSettings
     from probes.dataset import ProbeSet
 
@@ -46,28 +45,15 @@ examples:
   ia-mech probes cache/RUN --target latent --positions header_last --layers 10-20
   ia-mech probes cache/RUN-A cache/RUN-B --judge gpt-5-mini --out pooled
   ia-mech probes cache/RUN --random-blocks cache/RUN-RANDOM
+  ia-mech probes cache/RUN --at turn:0 --component mlp
+  ia-mech probes cache/RUN-A cache/RUN-B --transfer
 Judge a run first: ia-mech judge run cache/RUN
 """
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = parser_of("probes", DESCRIPTION, EPILOG)
-    parser.add_argument(
-        "--random-blocks",
-        nargs="+",
-        type=run_folder,
-        default=[],
-        metavar="RUN",
-        help="runs of sample --random-blocks on the same conversations, as a control",
-    )
-    parser.add_argument("--dry-run", action="store_true", help="say what it takes, and stop")
-    return parser
-
-
-def parser_of(command: str, description: str, epilog: str) -> Parser:
-    """The arguments that both commands share: runs, judge, target, places, statistics, result."""
-    prog, usage = f"ia-mech {command}", "%(prog)s RUN [RUN ...] [options]"
-    parser = Parser(prog=prog, usage=usage, description=description, epilog=epilog)
+    prog, usage = "ia-mech probes", "%(prog)s RUN [RUN ...] [options]"
+    parser = Parser(prog=prog, usage=usage, description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument(
         "runs", nargs="+", type=run_folder, metavar="RUN", help="a judged run's folder"
     )
@@ -86,11 +72,21 @@ def parser_of(command: str, description: str, epilog: str) -> Parser:
         help="of those that every run kept (default: all)",
     )
     parser.add_argument(
+        "--at",
+        nargs="+",
+        default=[],
+        metavar="TOKENS",
+        help="in place of positions, tokens that ia-mech capture has added, such as turn:0",
+    )
+    parser.add_argument(
+        "--component", choices=COMPONENTS, default=COMPONENTS[0], help="of --at (default: resid)"
+    )
+    parser.add_argument(
         "--layers",
         nargs="+",
         type=layers,
         metavar="L",
-        help="such as 0 8-12 30; 0 = embeddings (default: all)",
+        help="such as 0 8-12 30; 0 = embeddings (default: all, of --at those captured)",
     )
     parser.add_argument(
         "--within",
@@ -100,6 +96,21 @@ def parser_of(command: str, description: str, epilog: str) -> Parser:
         help="compare conversations of one run, of one dataset, or responses to one query: source "
         "(default: run)",
     )
+    parser.add_argument(
+        "--random-blocks",
+        nargs="+",
+        type=run_folder,
+        default=[],
+        metavar="RUN",
+        help="runs of sample --random-blocks on the same conversations, as a control",
+    )
+    parser.add_argument(
+        "--transfer",
+        action="store_true",
+        help="add a table of probes trained on one run, or dataset of a single run, and tested on "
+        "another",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="say what it takes, and stop")
     numbers = parser.add_argument_group("statistics")
     numbers.add_argument(
         "--permutations",
@@ -124,27 +135,6 @@ def layers(text: str) -> list[int]:
     return list(range(int(found[1]), int(found[2] or found[1]) + 1))
 
 
-def probe_set(args: argparse.Namespace, runs: "Sequence[Path | Run]") -> "ProbeSet":
-    """The data that both commands read. It loads nothing slow, so that refusals come soon."""
-    from probes.dataset import read
-
-    layers = None if args.layers is None else [at for part in args.layers for at in part]
-    return read(runs, args.judge, args.target, args.positions, layers, args.within)
-
-
-def settings_of(args: argparse.Namespace) -> "AnalysisSettings":
-    """The statistics that the flags of both commands ask for."""
-    from probes.analysis import AnalysisSettings
-
-    return AnalysisSettings(
-        permutations=args.permutations,
-        level=args.level,
-        resamples=args.resamples,
-        seed=args.seed,
-        workers=args.threads,
-    )
-
-
 def main(argv: list[str] | None = None) -> int:
     tolerant_streams()
     args = build_parser().parse_args(argv)
@@ -158,6 +148,7 @@ def _train(args: argparse.Namespace) -> None:
         check_enough,
         check_one_model,
         check_reliable,
+        read,
         with_random_blocks,
     )
 
@@ -165,31 +156,46 @@ def _train(args: argparse.Namespace) -> None:
     runs = open_runs(args.runs)
     check_one_model(runs)
     runs.sort(key=lambda run: (run.identity_digest, str(run.path)))
-    data = probe_set(args, runs)
+    layers = None if args.layers is None else [at for part in args.layers for at in part]
+    how = args.positions, layers, args.within, args.at, args.component
+    data = read(runs, args.judge, args.target, *how)
     twins = with_random_blocks(data, args.random_blocks)
     if data.within == SOURCE:
+        if args.transfer:
+            raise UserError("--within source compares siblings, --transfer doesn't", "give one")
         check_reliable(data)
     check_enough(data.outcome, data.target)
 
     from ia_mech.display import Bar
     from probes import show
-    from probes.analysis import analyse
+    from probes.analysis import AnalysisSettings, analyse
     from probes.controls import controls_of
+    from probes.cross_evaluate import cross_evaluate, units_of, with_transfer
 
-    settings = settings_of(args)
+    units = units_of(data) if args.transfer else {}
+    settings = AnalysisSettings(
+        permutations=args.permutations,
+        level=args.level,
+        resamples=args.resamples,
+        seed=args.seed,
+        workers=args.threads,
+    )
     random = [run.identity_digest for twin in twins.values() for run in twin.runs]
-    about = show.about("probe", data, settings, random_blocks=random)
+    about = show.about("probe", data, settings, random_blocks=random, transfer=args.transfer)
     folder = show.result_folder(about, args.runs[0], args.out)
     if args.dry_run:
         return print_plan(data, settings, len(twins), folder)
     controls = controls_of(data)
     analysis = analyse(data, data.outcome, controls, settings, Bar(), twins)
-    write_and_show(show.result_of(analysis, data, about, folder.name), folder, args.full)
+    result = show.result_of(analysis, data, about, folder.name)
+    if args.transfer:
+        found = cross_evaluate(data, data.outcome, units, settings, Bar())
+        result = with_transfer(result, *found, data, settings)
+    write_and_show(result, folder, args.full)
 
 
 def print_plan(data: "ProbeSet", settings: "AnalysisSettings", twins: int, folder: Path) -> None:
     """Print what would be fitted, and about how long it takes: one layer and position is timed."""
-    from ia_mech.run.queries import conversations_text
     from probes.analysis import analyse, processors
 
     began = time.perf_counter()
@@ -202,7 +208,7 @@ def print_plan(data: "ProbeSet", settings: "AnalysisSettings", twins: int, folde
     random = f", and as many of {twins} runs with random blocks" if twins else ""
     for name, value in {
         "target": data.target.describe(),
-        "labelled": conversations_text(len(data), data.outcome.source_count),
+        "labelled": data.counted,
         "probes": f"{what}{random}; {settings.folds} folds, {settings.permutations} permutations",
         "time": f"about {max(1, round(seconds / 60))} min, and some for the controls",
         "numbers": f"go to {folder}",

@@ -3,19 +3,31 @@
 import shutil
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from contract import VECTOR, relative_l2
 from runs import sampled
+from test_probes_dataset import plant
+from test_thinking_run import subject  # noqa: F401
 
 from ia_mech.collect.capture import Wanted, capture, main
 from ia_mech.display import Quiet
 from ia_mech.engine.installed import install
 from ia_mech.errors import UserError
 from ia_mech.run import Run
+from ia_mech.run.labels import KEY
 from ia_mech.settings import Settings
+from probes.dataset import read
 
-SETTINGS = Settings(limit=4, temperatures=(1.0,), samples=1, max_new_tokens=5, batch_rows=4)
+SETTINGS = Settings(
+    limit=4,
+    temperatures=(0.7, 1.0),
+    samples=2,
+    max_new_tokens=5,
+    drawn_tokens=(1, "all"),
+    batch_rows=4,
+)
 TOKENS = ["turn:0..2", "header:-1", "response:-1", "context:7"]
 
 
@@ -47,6 +59,63 @@ def test_a_turns_states_are_those_of_a_plain_pass_over_context_and_turn(kept, ti
     assert kept.residuals(4, tokens="turn:0", component="attn").shape == (4, 32)
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("opening", [None, "Thanks. You"])
+def test_sampled_turns_have_states_of_their_own(subject, opening, tmp_path):  # noqa: F811
+    """After a template that thinks, too; an opening is the context's."""
+    settings = replace(SETTINGS, limit=4, opening=opening, response="generate")
+    settings = replace(settings, unfinished=True, max_response_tokens=9)
+    run = sampled(settings, subject, tmp_path / "run")
+    some = run.generations.query("temperature == 1 and sample == 0").sample(frac=1, random_state=1)
+    assert some["drawn_tokens"].nunique() == 2
+    capture(Wanted(run, ["turn:1", "context:-1"], [2], ["resid"], [1.0], 1), subject, Quiet())
+    run = Run.open(run.path)
+    found = run.residuals(2, tokens=["turn:1", "context:-1"], turns=some)
+    contexts = run.contexts.set_index("context_id")["token_ids"]
+    for own, turn in zip(found, some.itertuples(), strict=True):
+        ids, more = list(contexts[turn.context_id]), list(turn.token_ids)
+        whole = subject.model(torch.tensor([ids + more]), output_hidden_states=True)
+        states = whole.hidden_states[2][0]
+        assert relative_l2(own[1], states[len(ids) - 1]) < VECTOR
+        wanted = states[len(ids) + 1] if len(more) > 1 else None
+        assert own[0].isnan().all() if wanted is None else relative_l2(own[0], wanted) < VECTOR
+    assert run.captured_layers("turn:1") == [2] and run.captured_layers("turn:1", "mlp") == []
+    assert relative_l2(run.residuals(2, tokens="context:-1", turns=some), found[:, 1]) < VECTOR
+    with pytest.raises(UserError, match=r"for 8 of 16 turns; add it .* --temperature 1"):
+        run.residuals(2, tokens="turn:1", turns=run.generations.query("temperature == 1"))
+
+
+def test_probes_read_captured_states_of_the_turns_that_count(kept, tiny_subject, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(kept.path, folder)
+    wanted = Wanted(Run(folder), ["turn:0..1", "header:-1"], [2, 4], ["attn"], [None])
+    capture(wanted, tiny_subject, Quiet())
+    run = plant(Run.open(folder), lambda _, t, sample, k: "follow_up" if sample else "new_topic")
+    found = read([folder], tokens=["turn:0", "turn:1"], component="attn")
+    assert list(found.layers) == [2, 4] and found.positions == ["turn:0", "turn:1"]
+    turns = run.generations.query("temperature > 0")
+    turns = turns[run.drawn(turns) & (turns["token_ids"].map(len) > 1)]
+    for column in KEY:
+        assert found.contexts[column].tolist() == turns[column].tolist()
+    assert found.contexts["positives"].tolist() == turns["sample"].tolist()
+    assert set(found.contexts["trials"]) == {1}
+    own = run.residuals(4, tokens="turn:1", component="attn", turns=turns)
+    assert np.array_equal(found.at(4, "turn:1"), own.numpy())
+    for text, ids in zip(found.contexts["text"], turns["token_ids"], strict=True):
+        assert text.endswith(f" token{ids[0]} token{ids[1]}")
+    context = read([folder], tokens=["header:-1"], component="attn")
+    assert context.contexts["trials"].tolist() == [4] * 4
+    own = run.residuals(2, tokens="header:-1", component="attn")
+    assert np.array_equal(context.at(2, "header:-1"), own.numpy())
+    for how, said in (
+        ({"component": "mlp"}, "add it with: ia-mech capture .* --component mlp"),
+        ({"within": "source"}, "compares responses, not turns"),
+        ({"positions": ["header_last"]}, "together"),
+    ):
+        with pytest.raises(UserError, match=said):
+            read([folder], tokens=["turn:0"], **how)
+
+
 def test_what_was_captured_is_kept_and_what_was_lost_is_computed_again(
     kept, tiny_subject, tmp_path
 ):
@@ -73,12 +142,17 @@ def test_refusals(kept, tiny_subject, capsys):
         Wanted(kept, TOKENS, [0], ["mlp"])
     with pytest.raises(UserError, match=r"ia-mech capture .* --component mlp"):
         kept.residuals(2, tokens="turn:0", component="mlp")
-    with pytest.raises(UserError, match="greedy turns alone"):
+    with pytest.raises(UserError, match=r"--component resid --temperature 0.7 1$"):
         kept.residuals(2, tokens="turn:0", turns=kept.generations)
+    with pytest.raises(UserError, match="turns have no column temperature"):
+        kept.residuals(2, tokens="turn:0", turns=kept.contexts)
+    with pytest.raises(UserError, match=r"at temperature 0.3; give some of 0 0.7 1"):
+        Wanted(kept, TOKENS, [1], ["resid"], [0.3])
     with pytest.raises(UserError, match="no position="):
         kept.residuals(2, component="attn")
     other = replace(tiny_subject, weights_hash="0")
     with pytest.raises(UserError, match="has the weights 0 now"):
         capture(Wanted(kept, TOKENS, [1], ["resid"]), other, Quiet())
-    assert main([str(kept.path), "--tokens", "turn:0", "--layers", "1", "--dry-run"]) == 0
-    assert "4 contexts" in capsys.readouterr().out
+    dry = [str(kept.path), "--tokens", "turn:0", "--layers", "1", "--dry-run"]
+    assert main(dry) == main([*dry, "--temperature", "all"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["4", "36"]

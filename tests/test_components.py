@@ -7,6 +7,7 @@ from contract import VECTOR, relative_l2
 
 from ia_mech.engine.blocks import find_blocks
 from ia_mech.engine.components import ATTN, COMPONENTS, MLP, RESID, states
+from ia_mech.engine.installed import install
 from ia_mech.errors import UserError
 
 LENGTHS = (9, 14, 11)
@@ -67,6 +68,24 @@ def test_components_are_what_plain_hooks_see_and_sum_to_the_block(architecture):
     there = torch.tensor(AT) >= 0
     sums = (below + found[ATTN] + found[MLP]).transpose(1, 2)[there]
     assert relative_l2(sums, found[RESID].transpose(1, 2)[there]) < VECTOR
+
+
+@pytest.mark.parametrize("architecture", BEHIND)
+def test_in_bfloat16_the_sum_misses_by_its_roundings(architecture):
+    """A block rounds twice, once behind each addition, by at most half an epsilon of a sum of the
+    three terms; norms of vectors keep that bound."""
+    model = tiny.fresh(architecture).bfloat16()
+    install(model)
+    sequences = [tiny.prompt(n, seed=n) for n in LENGTHS]
+    found = states(model, sequences, AT, LAYERS, COMPONENTS)
+    below = states(model, sequences, AT, [layer - 1 for layer in LAYERS])[RESID].float()
+    attn, mlp, resid = (found[one].float() for one in (ATTN, MLP, RESID))
+    error = (below + attn + mlp - resid).norm(dim=-1)
+    first = (below + attn).norm(dim=-1)
+    bound = torch.finfo(torch.bfloat16).eps / 2 * (first + resid.norm(dim=-1)) * 1.01
+    there = ~error.isnan()
+    assert there.any() and found[ATTN].dtype == torch.bfloat16
+    assert (error[there] <= bound[there]).all() and error[there].max() > 0
 
 
 def test_what_a_block_adds_besides_is_refused():

@@ -14,7 +14,7 @@ from ia_mech.judge import __main__ as judge
 from ia_mech.judge.rubric import FOLLOW_UP
 from ia_mech.rates import __main__ as rates
 from ia_mech.run import Run
-from probes import train, transfer
+from probes import train
 
 RUN = "RUN"
 COMMANDS = {
@@ -24,9 +24,8 @@ COMMANDS = {
     "import": (annotate.main, ["import", RUN, "OUT", "--annotator", "anna"]),
     "rates": (rates.main, [RUN, "--judge", "builtin"]),
     "train": (train.main, [RUN, "--judge", "builtin", "--permutations", "19"]),
-    "transfer": (transfer.main, [RUN, "--judge", "builtin", "--permutations", "19"]),
 }
-OF_LABELS = ("agreement", "export", "rates", "train", "transfer")
+OF_LABELS = ("agreement", "export", "rates", "train")
 
 
 def no_run(run: Run) -> None:

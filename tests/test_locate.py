@@ -127,7 +127,7 @@ def unit(query: int, react: bool = True, behind: int | None = None) -> SiblingCo
 @cache  # no test changes the rows
 def measured(through_header: bool, react: bool = True, queries: int = QUERIES) -> pd.DataFrame:
     model = Model(
-        SimpleNamespace(model=planted.model(through_header)), SimpleNamespace(stop_ids=[])
+        SimpleNamespace(model=planted.model(through_header)), SimpleNamespace(stop_ids=[], text=str)
     )
     parts = []
     for query in range(queries):
@@ -164,6 +164,7 @@ def test_the_planted_route_carries_all_that_is_expressed_and_no_other_site_anyth
         assert found[WITHOUT_WINDOW, window[0]] == pytest.approx(outside, abs=0.06)
     for site in (HEADER_FIRST, HEADER_LAST):  # the name is written into the token between these
         assert found[site, window_size(planted.DEPTH)] == pytest.approx(0.0, abs=0.02)
+    assert (rows["text"].notna() == rows["site"].isin(WRITTEN)).all()  # such as "(3, 3, 3)"
     # Greedy turns that the model writes after a hybrid tell the response that its route is of.
     told = carried(rows[rows["site"].isin(WRITTEN) & (rows["temperature"] == 0)])
     routes = {OWN, RESPONSE_AND_HEADER, HEADER if through_header else RESPONSE}
@@ -174,7 +175,7 @@ def test_the_planted_route_carries_all_that_is_expressed_and_no_other_site_anyth
 def mapped(units: list[SiblingContexts], maps: list[str], through_header: bool) -> pd.DataFrame:
     """Scores of one map alone, with one recipient a query."""
     model = Model(
-        SimpleNamespace(model=planted.model(through_header)), SimpleNamespace(stop_ids=[])
+        SimpleNamespace(model=planted.model(through_header)), SimpleNamespace(stop_ids=[], text=str)
     )
     parts = []
     for query, one in enumerate(units):

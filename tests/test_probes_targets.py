@@ -5,13 +5,14 @@ import pytest
 
 from ia_mech.errors import UserError
 from ia_mech.judge.rubric import CANNOT_ASSESS, FOLLOW_UP
-from probes.targets import FAILURES, Target, counts_of, parse_target, turns_that_count
+from probes.targets import FAILURES, Target, parse_target, turns_that_count
 
 NEW, LOOP, FAILED = "new_topic", "degenerate", "failed"
 
 
 def counts(target: Target, turns: pd.DataFrame) -> pd.DataFrame:
-    return counts_of(turns_that_count(target, turns))
+    counted = turns_that_count(target, turns).groupby(["run", "context_id"])
+    return counted["positive"].agg(k="sum", n="size")
 
 
 def turns_of(said: dict[str, dict[float, list[str]]]) -> pd.DataFrame:

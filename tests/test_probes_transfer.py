@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from runs import rewritten
+from runs import rewritten, with_settings
 from shell import call, refusal
 
 from benchmarks.probe_validation.planted import Plan, plant, write
@@ -13,7 +13,7 @@ from ia_mech.errors import UserError
 from ia_mech.results import read
 from ia_mech.stats import holm
 from probes import cross_evaluate as module
-from probes import transfer
+from probes import dataset, train
 from probes.analysis import AnalysisSettings, Arrays
 from probes.cross_evaluate import cross_evaluate
 from probes.targets import Outcome
@@ -74,7 +74,7 @@ def test_a_shared_direction_carries_over_and_another_does_not():
         assert found[pair].auroc.value < found[pair[1], pair[1]].auroc.value
         assert found[pair].p > 0.02 and found[pair].p_holm > 0.05
     assert len(found["u0", "u1"].chosen) == 1 and len(found["u0", "u0"].chosen) == 5
-    assert (found["u1", "u0"].train_contexts, found["u1", "u0"].auroc.sources) == (60, 60)
+    assert (found["u1", "u0"].test_contexts, found["u1", "u0"].auroc.sources) == (60, 60)
     assert [e.p_holm for e in entries] == pytest.approx(holm([e.p for e in entries]))
     # An entry doesn't depend on the others, nor on the number of threads.
     for pair, entry in matrix(hidden, outcome, cut(units, 60, 60), FEWER).items():
@@ -195,20 +195,19 @@ def test_without_an_entry_beside_the_diagonal_it_is_refused(sizes):
 @pytest.fixture
 def command(capfd, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    return lambda *words: call(transfer.main, [str(word) for word in words], capfd)
+    return lambda *words: call(train.main, [str(word) for word in words], capfd)
 
 
 @pytest.fixture(scope="module")
 def made_runs(tmp_path_factory):
-    """Two runs of the same prompts by two models."""
+    """Two runs of the same prompts with two seeds."""
     folder = tmp_path_factory.mktemp("transfer")
     kept = ("response_end", "header_last")
     size = {"contexts": CONTEXTS, "layers": 2, "informative_layer": 2, "d_model": 16}
     plan = Plan("signal", positions=kept, **size)
     first = write(plant(plan), folder / "A[x]").path
     second = shutil.copytree(first, folder / "B")
-    model = {"weights_hash": "B", "name": "B"}
-    rewritten(second, "run.json", lambda record: record["identity"]["model"].update(model))
+    rewritten(second, "run.json", with_settings(seed=1))
     return [first, second]
 
 
@@ -219,33 +218,31 @@ def runs(made_runs, tmp_path):
 
 def test_the_command_prints_a_matrix_and_keeps_it(runs, command, monkeypatch):
     monkeypatch.setattr(module, "MIN_SOURCES", 10)
+    monkeypatch.setattr(dataset, "MIN_SOURCES", 10)
     words = ["--layers", "1-2", "--permutations", 19, "--resamples", 100]
-    said = command(*runs, *words)
+    said = command(*runs, "--transfer", *words)
     assert said.status == 0, said.err
-    folder = runs[0] / "results" / "transfer-rate-planted"
-    assert f"wrote {folder}" in said.err
-    result = read(folder)
-    assert "target rate: k of the n" in said.out and result.sentence in said.out
-    assert result.about["kind"] == "transfer"
-    (matrix,) = result.tables
+    result = read(runs[0] / "results" / "probe-rate-planted")
+    matrix = result.tables[0]
     assert matrix.columns == ["trained on", "layer, position", "A[x]", "B"]
-    rows = result.estimates.to_dict("records")
-    assert [(r["trained"], r["tested"]) for r in rows] == [
-        (a, b) for a in ("A[x]", "B") for b in ("A[x]", "B")
+    rows = result.estimates.query("quantity == 'auroc_transfer'").to_dict("records")
+    assert [r["control"] for r in rows] == [
+        f"{a} → {b}" for a in ("A[x]", "B") for b in ("A[x]", "B")
     ]
     for row, shown in zip(rows, [cell for r in matrix.rows for cell in r[2:]], strict=True):
         assert row["low"] < row["high"] and 0 < row["p"] <= row["p_holm"] <= 1
-        assert row["layer"] in (1, 2) and row["sources"] == row["train_contexts"] == CONTEXTS
+        assert row["layer"] in (1, 2) and row["sources"] == row["contexts"] == CONTEXTS
         assert shown.startswith(f"{row['value']:.2f} [") and shown in said.out
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["RUN", "OTHER", "--target", "greedy"], "no unit of A[x], B can be tested"),
         (["RUN"], "only one dataset has an outcome, planted"),
+        (["RUN", "--within", "source"], "--transfer doesn't"),
     ],
 )
-def test_bad_input_is_one_line(runs, command, words, said):
-    given = [word.replace("RUN", str(runs[0])).replace("OTHER", str(runs[1])) for word in words]
-    assert said in refusal(command(*given))
+def test_bad_input_is_one_line(runs, command, words, said, monkeypatch):
+    monkeypatch.setattr(dataset, "MIN_SOURCES", 10)
+    given = [word.replace("RUN", str(runs[0])) for word in words]
+    assert said in refusal(command(*given, "--transfer"))

@@ -35,7 +35,7 @@ def test_a_command_computes_with_its_threads(threads):
 
 
 COMMANDS = ["ia_mech.judge.__main__ run", "ia_mech.judge.__main__ agreement"]
-COMMANDS += ["ia_mech.rates.__main__", "ia_mech.collect.command", "probes.train", "probes.transfer"]
+COMMANDS += ["ia_mech.rates.__main__", "ia_mech.collect.command", "probes.train"]
 COMMANDS += [
     "experiments.reaction",
     "experiments.post_training sft",

@@ -1,4 +1,4 @@
-"""States of any token of a run's contexts, and of the greedy turns after them.
+"""States of any token of a run's contexts, and of the turns after them.
 
 A run keeps the residual stream at the user header (--positions). This command computes it anywhere
 else, from the tokens' ids, in one pass over each context and its turn. So the states of tokens that
@@ -6,15 +6,17 @@ were generated can be had, too, and what each block's attention and MLP add.
 
     ia-mech capture cache/RUN --tokens response:-1 --layers 8 15 22
     ia-mech capture cache/RUN --tokens turn:0..3 header:-1 --layers 15 --component attn mlp
+    ia-mech capture cache/RUN --tokens turn:0 --layers 15 --temperature 1 --samples 2
     ia-mech capture cache/RUN --tokens query:0..9 --layers 15 --dry-run
 
-Tokens: query, response, header, context (all that the model reads) or turn (the greedy one), then a
-number from 0, or from -1 for the last token; FIRST..LAST includes both. Where a part is too short,
-the state is NaN.
+Tokens: query, response, header, context (all that the model reads) or turn, then a number from 0,
+or from -1 for the last token; FIRST..LAST includes both. Where a part is too short, the state is
+NaN. Turns are the greedy ones, or those at --temperature.
 Components: resid is the residual stream behind a block. attn and mlp are what its attention (full
 or recurrent) and its MLP add to it, after the norm behind them where the block has one. So resid of
 the layer before, attn and mlp sum to resid.
-In Python: run.residuals(15, tokens=["turn:0", "turn:1"], component="attn").
+In Python: run.residuals(15, tokens=["turn:0", "turn:1"], component="attn"), of sampled turns with
+turns=, some rows of run.generations.
 What was captured before is not computed again; an interrupted command goes on when it is repeated.
 """
 
@@ -22,14 +24,14 @@ import argparse
 import hashlib
 import json
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
-
-import pandas as pd
 
 from ia_mech.cli import Parser, run_command, run_folder, shell_word, whole_from
 from ia_mech.errors import UserError
 from ia_mech.run import Run, RunWriter, layout
-from ia_mech.run.tokens import COMPONENTS, TURN, place_of, token_names
+from ia_mech.run.labels import KEY
+from ia_mech.run.tokens import COMPONENTS, TURN, of_turns, place_of, token_names
 
 if TYPE_CHECKING:
     from ia_mech.chat.format import ChatFormat
@@ -48,9 +50,25 @@ def build_parser() -> argparse.ArgumentParser:
         "--component", nargs="+", choices=COMPONENTS, default=["resid"], help="(default: resid)"
     )
     parser.add_argument(
+        "--temperature",
+        nargs="+",
+        type=temperature,
+        default=[0.0],
+        metavar="T",
+        help="of the turns, or all (default: 0, the greedy ones)",
+    )
+    parser.add_argument(
+        "--samples", type=whole_from(1), metavar="N", help="the first N of each temperature"
+    )
+    parser.add_argument(
         "--dry-run", action="store_true", help="say what would be written, and stop"
     )
     return parser
+
+
+def temperature(text: str) -> float | None:
+    """A temperature; None for all."""
+    return None if text == "all" else float(text)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -59,7 +77,9 @@ def main(argv: list[str] | None = None) -> int:
 
     def body() -> None:
         run = Run.open(args.run)
-        wanted = Wanted(run, args.tokens, args.layers, args.component)
+        wanted = Wanted(
+            run, args.tokens, args.layers, args.component, args.temperature, args.samples
+        )
         print(wanted.plan())
         if not args.dry_run:
             from ia_mech.display import Bar
@@ -77,11 +97,24 @@ def main(argv: list[str] | None = None) -> int:
 class Wanted:
     """What is to be captured of a run.
 
+    Args:
+        temperatures: of the turns whose tokens are wanted; None among them stands for all.
+        samples: how many turns of each temperature; all if not given.
+
     Raises:
-        UserError: no such token, layer or component, or a run whose turns an intervention wrote.
+        UserError: no such token, layer, component or turn, or a run whose turns an intervention
+            wrote.
     """
 
-    def __init__(self, run: Run, tokens: list[str], layers: list[int], components: list[str]):
+    def __init__(
+        self,
+        run: Run,
+        tokens: list[str],
+        layers: list[int],
+        components: list[str],
+        temperatures: Sequence[float | None] = (0.0,),
+        samples: int | None = None,
+    ) -> None:
         self.run, self.tokens = run, token_names(tokens)
         self.layers = sorted({*run.layers_of(layers)})
         self.components = [one for one in COMPONENTS if one in components]
@@ -95,29 +128,38 @@ class Wanted:
                 f"{run.path} was sampled under --intervention {run.settings['intervention']}",
                 "give a run that was sampled without one",
             )
-        self.turns = any(name.startswith(f"{TURN}:") for name in self.tokens)
-        text = json.dumps([self.tokens, self.layers, self.components])
+        turns = run.generations[[*KEY, "token_ids"]]
+        if not of_turns(self.tokens):
+            temperatures, samples = (0.0,), None  # one pass over each context
+            turns = turns.assign(token_ids=[()] * len(turns))
+        there = [float(one) for one in turns["temperature"].unique()]
+        chosen = sorted({one for one in temperatures if one is not None})
+        chosen = there if None in temperatures else chosen
+        if lacking := [f"{one:g}" for one in chosen if one not in there]:
+            raise UserError(
+                f"no turn was sampled at temperature {', '.join(lacking)}",
+                f"give some of {' '.join(f'{one:g}' for one in there)}, or all",
+            )
+        some = turns["temperature"].isin(chosen)
+        if samples is not None:
+            some &= turns["sample"] < samples
+        contexts = run.contexts.set_index("context_id")["token_ids"]
+        self.turns = turns[some].reset_index(drop=True)
+        self.sequences = self.turns["context_id"].map(contexts).map(list)
+        self.sequences += self.turns["token_ids"].map(list)
+        text = json.dumps([self.tokens, self.layers, self.components, chosen, samples])
         self.digest = hashlib.sha256(text.encode()).hexdigest()[:8]
-
-    def sequences(self) -> pd.Series:
-        """Each context's ids, and those of its greedy turn if any of its tokens is wanted."""
-        contexts = self.run.contexts
-        ids = contexts["token_ids"].map(list)
-        if not self.turns:
-            return ids
-        greedy = self.run.generations
-        greedy = greedy[greedy["temperature"] == 0].set_index("context_id")["token_ids"]
-        return ids + contexts["context_id"].map(greedy).map(list)
 
     def plan(self) -> str:
         """What is computed and written, in a line."""
-        ids, model = self.sequences(), self.run.model
+        model, count = self.run.model, len(self.turns)
         size = 4 if model["dtype"] == "float32" else 2
         each = len(self.tokens) * len(self.layers) * len(self.components)
-        total = len(ids) * each * model["d_model"] * size
+        total = count * each * model["d_model"] * size
         return (
-            f"{len(ids)} contexts, {ids.map(len).sum():,} tokens to compute (as long as prefilling "
-            f"them), {each} states of each, {total / 2**20:,.1f} MiB"
+            f"{count} {'turns' if of_turns(self.tokens) else 'contexts'}, "
+            f"{self.sequences.map(len).sum():,} tokens to compute (as long as prefilling them), "
+            f"{each} states of each, {total / 2**20:,.1f} MiB"
         )
 
 
@@ -139,28 +181,29 @@ def capture(wanted: Wanted, subject: "Subject", progress: "Progress") -> None:
             "restore the model, or sample the run again",
         )
     chat = build_chat(Settings.read(run.settings), subject.files)
-    contexts, sequences, begin = run.contexts, wanted.sequences(), 0
-    names = {
-        f"{wanted.digest}-{part['name']}": part["contexts"]
-        for part in run.parts("contexts")
-        if part["contexts"]
-    }
+    parts, begin = {}, 0
+    for part in run.parts("contexts"):
+        if part["contexts"]:
+            contexts = run.contexts.iloc[begin : begin + part["contexts"]].set_index("context_id")
+            parts[f"{wanted.digest}-{part['name']}"] = contexts
+            begin += len(contexts)
     with RunWriter(run.path, {key: run.record[key] for key in run.record if key != "format"}) as to:
         to.start_session({})
-        for problem in to.find_damage(layout.STATES, names):
+        counts = {name: len(contexts) for name, contexts in parts.items()}
+        for problem in to.find_damage(layout.STATES, counts):
             progress.say(f"{problem}; it is computed again")
-        progress.start("states", int(sequences.map(len).sum()), unit="token")
-        for name, count in names.items():
-            rows = contexts.iloc[begin : begin + count]
-            ids = sequences.iloc[begin : begin + count].tolist()
-            begin += count
+        progress.start("states", int(wanted.sequences.map(len).sum()), unit="token")
+        for name, contexts in parts.items():
+            turns = wanted.turns[wanted.turns["context_id"].isin(contexts.index)]
+            ids = wanted.sequences[turns.index].tolist()
             if not to.claim(layout.STATES, name):
                 progress.advance(sum(map(len, ids)))
                 continue
-            at = [
-                [place_of(token, _spans(chat, row, len(own))) for token in wanted.tokens]
-                for (_, row), own in zip(rows.iterrows(), ids, strict=True)
-            ]
+            spans = {key: _spans(chat, key, row) for key, row in contexts.iterrows()}
+            at = []
+            for key, whole in zip(turns["context_id"], ids, strict=True):
+                own = spans[key] | {TURN: range(len(spans[key]["context"]), len(whole))}
+                at.append([place_of(token, own) for token in wanted.tokens])
             found = states(
                 subject.model, ids, at, wanted.layers, wanted.components, progress.advance
             )
@@ -169,16 +212,17 @@ def capture(wanted: Wanted, subject: "Subject", progress: "Progress") -> None:
                 for component, whole in found.items()
                 for number, layer in enumerate(wanted.layers)
             }
-            to.add_states(name, tensors, rows["context_id"].tolist(), wanted.tokens)
+            keys = turns[list(KEY)].values.tolist()
+            to.add_states(name, tensors, len(contexts), keys, wanted.tokens)
         progress.stop()
 
 
-def _spans(chat: "ChatFormat", row: Any, length: int) -> dict[str, range]:
-    """The indices of each part of a context, and of the turn behind it."""
+def _spans(chat: "ChatFormat", name: str, row: Any) -> dict[str, range]:
+    """The indices of each part of a context."""
     context = chat.context(list(row["messages"]))
     if context.ids != list(row["token_ids"]):
         raise UserError(
-            f"the chat template gives context {row['context_id']!r} other tokens than the run has",
+            f"the chat template gives context {name!r} other tokens than the run has",
             "use the tokenizer that the run was sampled with",
         )
     header = [at for name, at in context.positions.items() if name.startswith("header_")]
@@ -188,7 +232,6 @@ def _spans(chat: "ChatFormat", row: Any, length: int) -> dict[str, range]:
         "response": context.response,
         "header": range(min(at), max(at) + 1),
         "context": range(len(context.ids)),
-        TURN: range(len(context.ids), length),
     }
 
 

@@ -26,8 +26,8 @@ from safetensors import SafetensorError, safe_open
 from ia_mech.cli import expanded, shell_word
 from ia_mech.errors import UserError
 from ia_mech.run import integrity, layout
-from ia_mech.run.labels import Labels, choose_judge
-from ia_mech.run.tokens import TURN, token_names
+from ia_mech.run.labels import KEY, Labels, choose_judge
+from ia_mech.run.tokens import of_turns, token_names
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -459,7 +459,8 @@ class Run:
                 :meth:`labelled`. The first axis then has a row per turn, the state of the context
                 that the turn followed, in the order of this frame.
             tokens: in place of positions, tokens that ``ia-mech capture`` has added, such as
-                ``response:-1`` or ``turn:0``; one word for one token leaves the axis out.
+                ``response:-1`` or ``turn:0``; one word for one token leaves the axis out. Tokens of
+                a turn are those of ``turns``, or of each context's greedy turn.
             component: of tokens: ``resid``, or what a block's ``attn`` or ``mlp`` added.
 
         Raises:
@@ -477,8 +478,7 @@ class Run:
                     "give tokens=, such as ['turn:0'], and no position=",
                 )
             found = self._captured(layers, tokens, component, turns)
-            found = found[:, 0] if one_layer else found
-            return found if turns is None else found[self._rows_of(turns)]
+            return found[:, 0] if one_layer else found
         at: int | list[int] | slice = slice(None)
         if isinstance(position, str) or not isinstance(position, Iterable | None):
             at = self._position(position)
@@ -499,6 +499,20 @@ class Run:
         """
         return self._chosen_layers(layer)[0]
 
+    def captured_layers(self, tokens: str | Sequence[str], component: str = "resid") -> list[int]:
+        """The layers at which ``ia-mech capture`` has added tokens."""
+        names = token_names([tokens] if isinstance(tokens, str) else tokens)
+        found = [kept.keys() for kept, about in self._states() if {*names} <= {*about["tokens"]}]
+        there = {*chain.from_iterable(found)}
+        return [n for n in self.layers if layout.state_name(component, n) in there]
+
+    def _states(self) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """The files of what was captured, each open, with the tokens and turns that it holds."""
+        for part in self.parts(layout.STATES):
+            file = self._file(part, layout.part_file(layout.STATES, part["name"]))
+            with safe_open(file, framework="pt") as kept:
+                yield kept, json.loads(kept.metadata()[layout.METADATA])
+
     def _captured(
         self,
         layers: list[int],
@@ -506,43 +520,43 @@ class Run:
         component: str,
         turns: pd.DataFrame | None,
     ) -> "Tensor":
-        """``[contexts, layers, tokens, d_model]`` of what was captured; one token's axis is left
-        out."""
+        """``[turns, layers, tokens, d_model]`` of what was captured, by context of its greedy turn
+        if no turns are given; one token's axis is left out."""
         import torch
 
         tokens = token_names([words] if isinstance(words, str) else words)
-        of_turns = any(name.startswith(f"{TURN}:") for name in tokens)
-        if (
-            turns is not None
-            and of_turns
-            and not (turns.get("temperature", pd.Series([1])) == 0).all()
-        ):
+        if turns is None:
+            turns = self.turns[self.turns["temperature"] == 0]
+        self._rows_of(turns)
+        key = [*KEY] if of_turns(tokens) else ["context_id"]
+        if lacking := [name for name in key if name not in turns]:
             raise UserError(
-                "tokens of turns are captured of greedy turns alone",
-                "give greedy turns, those at temperature 0",
+                f"turns have no column {lacking[0]}, which tells those of a context apart",
+                "give rows of run.generations or run.labelled()",
             )
-        wanted = {layout.state_name(component, layer) for layer in layers}
-        found = []
-        for part in self._finished_parts():
-            for one in self.parts(layout.STATES):
-                if not one["name"].endswith(f"-{part['name']}"):
-                    continue
-                file = self._file(one, layout.part_file(layout.STATES, one["name"]))
-                with safe_open(file, framework="pt") as kept:
-                    there = json.loads(kept.metadata()[layout.METADATA])["tokens"]
-                    if wanted <= set(kept.keys()) and set(tokens) <= set(there):
-                        at = [there.index(name) for name in tokens]
-                        each = [kept.get_tensor(layout.state_name(component, n)) for n in layers]
-                        found.append(torch.stack(each, 1)[:, :, at])
-                        break
-            else:
-                raise UserError(
-                    f"{component} of {' '.join(tokens)} at layers {layers} isn't in {self.path}",
-                    f"add it with: ia-mech capture {shell_word(self.path)} --tokens "
-                    f"{' '.join(tokens)} --layers {' '.join(map(str, layers))} --component "
-                    f"{component}",
-                )
-        whole = torch.cat(found)
+        wanted = [*turns[key].itertuples(index=False, name=None)]
+        missing, names = {*wanted}, [layout.state_name(component, n) for n in layers]
+        found: dict[tuple[Any, ...], Tensor] = {}
+        for kept, about in self._states():
+            if not ({*names} <= {*kept.keys()} and {*tokens} <= {*about["tokens"]}):
+                continue
+            there = [tuple(turn[: len(key)]) for turn in about["turns"]]
+            if rows := [row for row, turn in enumerate(there) if turn in missing]:
+                at = [about["tokens"].index(name) for name in tokens]
+                each = torch.stack([kept.get_tensor(name)[rows][:, at] for name in names], 1)
+                found.update(zip([there[row] for row in rows], each, strict=True))
+                missing -= found.keys()
+        if missing:
+            temperatures = sorted({turn[1] for turn in missing}) if of_turns(tokens) else []
+            raise UserError(
+                f"{component} of {' '.join(tokens)} at layers {layers} isn't in {self.path}"
+                + f" for {len(missing)} of {len({*wanted})} turns" * bool(temperatures),
+                f"add it with: ia-mech capture {shell_word(self.path)} --tokens {' '.join(tokens)} "
+                f"--layers {' '.join(map(str, layers))} --component {component}"
+                + "".join([" --temperature", *(f" {one:g}" for one in temperatures)])
+                * (temperatures not in ([], [0])),
+            )
+        whole = torch.stack([found[turn] for turn in wanted])
         return whole[:, :, 0] if isinstance(words, str) and len(tokens) == 1 else whole
 
     def _chosen_layers(self, layer: Any) -> tuple[list[int], bool]:

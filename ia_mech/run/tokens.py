@@ -1,4 +1,4 @@
-"""Names of any tokens of a context and of the greedy turn after it, such as ``response:-1``."""
+"""Names of any tokens of a context and of a turn after it, such as ``response:-1``."""
 
 import re
 from collections.abc import Iterable
@@ -29,6 +29,11 @@ def token_names(words: Iterable[str]) -> list[str]:
             raise UserError(f"{word!r} names no tokens: it doesn't go up on one side of 0", REMEDY)
         found += [f"{read[1]}:{number}" for number in range(first, last + 1)]
     return list(dict.fromkeys(found))
+
+
+def of_turns(names: Iterable[str]) -> bool:
+    """Whether any of these tokens is a turn's."""
+    return any(name.startswith(f"{TURN}:") for name in names)
 
 
 def place_of(name: str, spans: dict[str, range]) -> int:

@@ -218,13 +218,19 @@ class RunWriter:
         self._add("contexts", name, contexts.num_rows, files, batch_rows, captured)
 
     def add_states(
-        self, name: str, tensors: "dict[str, Tensor]", contexts: list[str], tokens: list[str]
+        self,
+        name: str,
+        tensors: "dict[str, Tensor]",
+        contexts: int,
+        turns: list[list[Any]],
+        tokens: list[str],
     ) -> None:
-        """Write what was captured of a part's contexts at these tokens."""
+        """Write what was captured at these tokens of a part of so many contexts, a row for each of
+        these turns (their :data:`ia_mech.run.labels.KEY`)."""
         self._refuse_unclaimed(layout.STATES, name)
-        names = {"tokens": tokens, "contexts": contexts}
+        names = {"tokens": tokens, "turns": turns}
         files = self._write_tensors(layout.STATES, name, tensors, names)
-        self._add(layout.STATES, name, len(contexts), files, None, False)
+        self._add(layout.STATES, name, contexts, files, None, False)
 
     def finish(self) -> None:
         """Write the dataset card if the run is complete, has a context and no card yet."""
