@@ -109,10 +109,12 @@ class Arms(Experiment):
     ) -> list[TidyEstimate]:
         """Means of quantities, which have these bounds, and their differences: of all datasets
         together and, if there are several, of each; Holm-corrected by :meth:`family`."""
+        by = list(by or self.by)
+        rows = rows.sort_values(by[:-1], kind="stable")
         groups, found = dict(by_dataset(rows)), list[TidyEstimate]()
         groups = groups if len(groups) > 1 else {ALL: np.ones(len(rows), dtype=bool)}
         for dataset, here in groups.items():
-            what = rows[here], by or self.by, bounds, self.less, self.options, dataset
+            what = rows[here], by, bounds, self.less, self.options, dataset
             found += arm_estimates(*what)
         return holm_corrected(found, self.family)
 
