@@ -22,11 +22,10 @@ import sys
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import numpy as np
 import pandas as pd
 
 from experiments.arms import Arm, conversations_of
-from experiments.control import estimate_best, halves_of
+from experiments.control import halves_of
 from experiments.experiment import Conclusion, flag
 from experiments.judged import UNCHANGED, Arms
 from experiments.outcome import EXCESS
@@ -101,20 +100,15 @@ class Elicit(Arms):
 
     def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
         found, arms = super().estimate(rows), list(dict.fromkeys(rows["term"]))
-        table = rows.pivot_table(index="term", columns="source", values=EXCESS, sort=True)
-        table = table.loc[arms].dropna(axis=1)
-        excess = table.to_numpy()
-        of = halves_of(table.columns, self.args.seed)
-        half = np.array([of[source] for source in table.columns])
+        excess = rows.pivot_table(index="source", columns="term", values=EXCESS)[arms].dropna()
+        half = halves_of(excess.index, self.args.seed)
         # The best of all arms, and of the run's own turns, whose states other experiments measure.
-        plain = [number for number, arm in enumerate(arms) if ", " not in arm]
-        for name, among in ((BEST, list(range(len(arms)))), (TEMPERATURE, plain)):
-            more = excess[among] - excess[arms.index(GREEDY)]
-            gap = estimate_best(excess[among], more, half, list(table.columns), self.options)
-            found.append(TidyEstimate(GAP, {"dataset": ALL, "term": name}, excess.shape[1], gap))
-        for number in (0, 1):
-            best = arms[int(excess[:, half == number].mean(1).argmax())]
-            self.notes.append(f"chosen on half {number + 1} of the queries: {best}.")
+        plain = [arm for arm in arms if ", " not in arm]
+        for name, among in ((TEMPERATURE, plain), (BEST, arms)):
+            more = excess[among].sub(excess[GREEDY], axis=0)
+            gap, chosen = self.best_of(excess[among], more, half)
+            found.append(TidyEstimate(GAP, {"dataset": ALL, "term": name}, len(excess), gap))
+        self.notes.append(f"chosen as the best arm: {chosen} of the queries.")
         return found
 
     def tables(self, found: pd.DataFrame) -> list[Table]:

@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 
 from experiments.arms import verdicts_of
+from experiments.control import estimate_best
 from experiments.experiment import Conclusion, Experiment
 from experiments.outcome import EXCESS, IN_ROLE, ONCE_IN_ROLE, RATE, SIBLINGS, rates_of
 from experiments.shown import Bars, Drawing, only, tables_of
@@ -32,7 +33,7 @@ from ia_mech.judge.judging import ON_UNPERTURBED
 from ia_mech.results import Table
 from ia_mech.run import Run
 from ia_mech.run.sources import sources_of
-from ia_mech.stats import cluster_mean
+from ia_mech.stats import Estimate, cluster_mean
 
 UNCHANGED = "unchanged"  # the arm of the runs' own turns
 SHARES = (RATE, IN_ROLE, ONCE_IN_ROLE, SIBLINGS)  # of turns
@@ -88,7 +89,8 @@ class Arms(Experiment):
         for names, runs in arms:
             changed = self.unperturbed and runs is not self.runs
             judged = verdicts_of(runs, judge + ON_UNPERTURBED * changed)
-            self.notes += [note for note in judged.notes if note not in self.notes]
+            if runs[0] in self.runs:
+                self.notes += [note for note in judged.notes if note not in self.notes]
             rates = rates_of(judged, self.siblings)
             if runs is self.runs and not self.siblings:
                 keys = ["run", "context_id"]
@@ -114,9 +116,25 @@ class Arms(Experiment):
         groups, found = dict(by_dataset(rows)), list[TidyEstimate]()
         groups = groups if len(groups) > 1 else {ALL: np.ones(len(rows), dtype=bool)}
         for dataset, here in groups.items():
-            what = rows[here], by, bounds, self.less, self.options, dataset
+            what = rows[here], by, bounds, self.less, self.options, SHARES, dataset
             found += arm_estimates(*what)
         return holm_corrected(found, self.family)
+
+    def best_of(
+        self, ranked: pd.DataFrame, reported: pd.DataFrame, part: Mapping[str, int]
+    ) -> tuple[Estimate, str]:
+        """What an arm has that is best on other queries, and which arms those are, in words.
+
+        Args:
+            ranked, reported: by source and arm, by whose mean an arm is chosen, and what is read
+                off.
+            part: of each source, as of :func:`experiments.control.best_elsewhere`.
+        """
+        of = np.array([part[source] for source in ranked.index], dtype=int)
+        values = ranked.to_numpy().T, reported.to_numpy().T
+        found = estimate_best(*values, of, list(ranked.index), self.options)
+        best = [f"{ranked[of == one].mean().idxmax()} on part {one + 1}" for one in np.unique(of)]
+        return found, ", ".join(best)
 
     def family(self, row: TidyEstimate) -> Any:
         """Tests with the same are corrected together."""
@@ -124,9 +142,17 @@ class Arms(Experiment):
 
     # -- shown ------------------------------------------------------------------------------------
 
-    def changes(self, found: pd.DataFrame) -> pd.DataFrame:
-        """What counts, minus that of the first arm that is subtracted."""
-        return only(found, f"{self.outcome}, {next(iter(self.less))}")
+    @property
+    def change(self) -> str:
+        """The quantity that counts, minus that of the first arm that is subtracted."""
+        return f"{self.outcome}, {next(iter(self.less))}"
+
+    def columns_of(
+        self, quantity: str, head: str, digits: int | str = 2, difference: str = "+.2f"
+    ) -> dict[str, tuple[str, int | str]]:
+        """The columns of a quantity and of its differences."""
+        of_less = {f"{quantity}, {words}": (words, difference) for words in self.less}
+        return {quantity: (head, digits), **of_less}
 
     def tables(self, found: pd.DataFrame) -> list[Table]:
         return self.tables_with(found, {})
@@ -136,50 +162,46 @@ class Arms(Experiment):
     ) -> list[Table]:
         """The table of what counts, with more columns, and that of the rate's parts."""
         found = found.assign(term=found["term"].replace(self.words))
-        how: dict[str, Any] = {"index": ("dataset", *self.by), "most": 1.0}
-        how["rows"] = "queries" if self.siblings else "turns"
+        rows = "queries" if self.siblings else "turns"
+        how: dict[str, Any] = {"index": ("dataset", *self.by), "rows": rows, "most": 1.0}
         columns: dict[str, tuple[str, int | str]] = {RATE: ("follow-ups", 2)}
-        if self.siblings:
-            columns |= {SIBLINGS: ("after siblings", 2), EXCESS: ("excess", "+.2f")}
-        of, first = self.outcome, next(iter(self.less))
-        columns |= {f"{of}, {words}": (words, "+.2f") for words in self.less}
         legend = "Differences are paired by query; p is Holm-corrected."
         if self.siblings:
+            columns |= {
+                SIBLINGS: ("after siblings", 2),
+                **self.columns_of(EXCESS, "excess", "+.2f"),
+            }
             legend = (
                 "Every query has the same weight. After siblings: the same turns, shown after "
-                "other responses to the same query; excess: the rate minus that; differences: of "
-                "the excess, paired by query; p: Holm-corrected."
+                "other responses to the same query; excess: the rate minus that, differences are "
+                f"of the excess. {legend}"
             )
+        else:
+            columns |= self.columns_of(RATE, "follow-ups")
         legend = f"{legend} {self.legend}".strip()
-        of_rates = {**columns, **more}, f"{of}, {first}"
-        made = tables_of(self.title, found, *of_rates, legend=legend, **how)
-        parts: dict[str, tuple[str, int | str]] = {}
-        for part in (IN_ROLE, ONCE_IN_ROLE):
-            parts |= {part: (part, 2)}
-            parts |= {f"{part}, {words}": (words, "+.2f") for words in self.less}
+        made = tables_of(self.title, found, columns | {**more}, self.change, legend=legend, **how)
         return made + tables_of(
             "the parts of the rate",
             found,
-            parts,
-            legend="In role: turns that neither repeat the conversation nor speak as the "
-            "assistant; once in role: follow-ups among these. Their product is the rate.",
+            self.columns_of(IN_ROLE, IN_ROLE) | self.columns_of(ONCE_IN_ROLE, ONCE_IN_ROLE),
+            legend="In role: the share of turns that neither repeat the conversation nor speak as "
+            "the assistant; once in role: the share of follow-ups among these.",
             **how,
         )
 
     def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
         from ia_mech.rates.figures import gate_title  # loads matplotlib
 
-        rows = all_datasets(self.changes(found))
+        rows = all_datasets(only(found, self.change))
         rows = rows.assign(term=rows["term"].replace(self.words))
         title = gate_title(self.runs[0].model["name"], self.gate)
-        return {"arms": Bars(title, f"{self.outcome}, {next(iter(self.less))}", rows)}
+        return {"arms": Bars(title, self.change, rows)}
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         """The changes of what counts, then those of the controls."""
-        words, changes = f"{self.outcome}, {next(iter(self.less))}", self.changes(found)
         said = {
-            term: self.tested(f"{words}, of {self.words.get(term, term)}", rows, most=1)
-            for term, rows in changes.groupby("term", sort=False)
+            term: self.tested(f"{self.change}, of {self.words.get(term, term)}", rows, most=1)
+            for term, rows in only(found, self.change).groupby("term", sort=False)
         }
         control = " ".join([*(said.pop(term) for term in self.controls), f"{self.gate.short}."])
         return Conclusion(" ".join(said.values()), control)
@@ -191,6 +213,7 @@ def arm_estimates(
     bounds: Mapping[str, tuple[float, float]],
     less: Mapping[str, Mapping[str, Any]],
     options: dict[str, Any],
+    shares: Sequence[str] = SHARES,
     dataset: str = ALL,
 ) -> Iterator[TidyEstimate]:
     """Means of arms, and their differences from others, paired by query.
@@ -202,6 +225,7 @@ def arm_estimates(
         less: words → what differs in the name of the arm that is subtracted; the difference is
             called ``quantity, words``. No arm is subtracted from itself.
         options: ``level``, ``resamples`` and ``seed``.
+        shares: quantities of which each value is a share of turns, or a turn's 0 or 1.
         dataset: that the rows are of.
     """
     group = Group(np.array([]), options, {"dataset": dataset})
@@ -214,7 +238,7 @@ def arm_estimates(
         }
         for quantity in (one for one in bounds if one in own and own[one].notna().any()):
             values, sources, (least, most) = own[quantity], own["source"], bounds[quantity]
-            how = {"proportion": quantity in SHARES, "level": options["level"]}
+            how = {"proportion": quantity in shares, "level": options["level"]}
             mean = cluster_mean(values, sources, **how)
             yield group.row(quantity, mean.clip(least, most), int(values.notna().sum()), **names)
             for words, base in others.items():

@@ -33,7 +33,7 @@ import pandas as pd
 
 from experiments.arms import Arm, conversations_of
 from experiments.change import Ids
-from experiments.control import centred_states, estimate_best, random_directions
+from experiments.control import centred_states, random_directions
 from experiments.experiment import Conclusion, Experiment, flag
 from experiments.fit import BATCH, FILE, KEY, Learning, SteeredContext, steered_context
 from experiments.judged import Arms
@@ -41,7 +41,7 @@ from experiments.outcome import EXCESS
 from experiments.shown import Drawing, Lines, only
 from ia_mech.cli import whole_from
 from ia_mech.errors import UserError
-from ia_mech.estimates import ALL, TidyEstimate, by_quantity
+from ia_mech.estimates import ALL, TidyEstimate, all_datasets, by_quantity
 from ia_mech.results import Table
 from ia_mech.run import Run
 from ia_mech.run.queries import Query
@@ -68,7 +68,7 @@ class LearnedVector(Arms):
     name = "learned_vector"
     siblings = True
     queries_used = 60
-    columns: ClassVar = Experiment.columns | {"layer": "Int64"}
+    columns: ClassVar = {**Experiment.columns, "layer": "Int64"}
     by = ("layer", "term")
     less: ClassVar = {
         "minus unsteered": {"layer": UNIT, "term": UNSTEERED},
@@ -110,7 +110,9 @@ class LearnedVector(Arms):
             few = f"{count} queries have several responses: they are dealt to four parts"
             raise UserError(few, "sample more queries")
         self.part = parts_of(self.queries, args.seed)
-        follow_ups = self._follow_ups()
+        turns = self.verdicts.turns
+        turns = turns[(turns["temperature"] > 0) & (turns["follow_up"] == 1)]
+        follow_ups = set(turns[KEY].astype(object).itertuples(index=False, name=None))
         self.examples = [self._examples(half, follow_ups) for half in self.learners]
         for half, those in zip(self.learners, self.examples, strict=True):
             count, queries = len(those[OWN]), len({one.source for one in those[OWN]})
@@ -128,12 +130,6 @@ class LearnedVector(Arms):
         model, along = self.runs[0].model, torch.tensor(direction, dtype=torch.float32)
         what = ADD, layer, self.positions, along, DOSE
         return SteeringVector(*what, model["name"], model["weights_hash"])
-
-    def _follow_ups(self) -> set[tuple]:
-        """Run, context, temperature and sample of the follow-ups that were sampled."""
-        turns = self.verdicts.turns
-        mine = turns[(turns["temperature"] > 0) & (turns["follow_up"] == 1)]
-        return set(mine[KEY].astype(object).itertuples(index=False, name=None))
 
     def _examples(self, half: int, follow_ups: set[tuple]) -> dict[str, list[SteeredContext]]:
         """The follow-ups of a half, as many of each query as can be: after the response that
@@ -246,12 +242,12 @@ class LearnedVector(Arms):
         """Over layers: each difference and kind of vector is one."""
         return by_quantity(row), row.names["term"]
 
-    def estimate(self, rows: pd.DataFrame) -> Iterator[TidyEstimate]:
-        for one in super().estimate(rows):
-            names = one.names | ({"layer": None} if one.names["layer"] == UNIT else {})
-            if names["term"] == OWN or not one.quantity.endswith(list(self.less)[1]):
-                yield replace(one, names=names)
-        yield from self._at_chosen_layer(rows)
+    def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
+        found = [
+            replace(one, names=one.names | {"layer": None}) if one.names["layer"] == UNIT else one
+            for one in super().estimate(rows)
+        ]
+        return [*found, *self._at_chosen_layer(rows)]
 
     def _at_chosen_layer(self, rows: pd.DataFrame) -> Iterator[TidyEstimate]:
         """What own responses' vectors have, at a layer chosen by their excess over the control.
@@ -260,17 +256,13 @@ class LearnedVector(Arms):
         and no effect, it left out 0 in 0.7% of 600 simulated studies of 60 queries.
         """
         wide = rows.pivot_table(index="source", columns=["term", "layer"], values=EXCESS).dropna()
-        own, ranked = wide[OWN].to_numpy(), (wide[OWN] - wide[SIBLING]).to_numpy().T
-        part = np.array([self.part[source] for source in wide.index], dtype=int)
-        for words, less in self.less.items():
-            reported = (own - wide[less["term"]].to_numpy()).T  # unsteered has one column
-            found = estimate_best(ranked, reported, part, list(wide.index), self.options)
+        own, ranked = wide[OWN], wide[OWN] - wide[SIBLING]
+        each = own.sub(wide[UNSTEERED, UNIT], axis=0), ranked
+        for words, reported in zip(self.less, each, strict=True):
+            found, chosen = self.best_of(ranked, reported, self.part)
             names = {"dataset": ALL, "term": CHOSEN}
             yield TidyEstimate(f"{EXCESS}, {words}", names, len(wide), found)
-        layers = list(wide[OWN])
-        best = [(one, ranked[:, part == one].mean(1).argmax()) for one in np.unique(part)]
-        said = ", ".join(f"{layers[at]} by part {one + 1}" for one, at in best)
-        self.notes.append(f"chosen layers: {said} of the queries.")
+        self.notes.append(f"chosen layers: {chosen} of the queries.")
 
     # -- say --------------------------------------------------------------------------------------
 
@@ -278,7 +270,7 @@ class LearnedVector(Arms):
         return super().tables(found[found["term"] != CHOSEN])
 
     def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
-        rows = only(found, EXCESS)
+        rows = all_datasets(only(found[found["term"] != CHOSEN], EXCESS))
         plain = rows.loc[rows["term"] == UNSTEERED, "value"].item()
         title = f"{self.runs[0].model['name']} · greedy turns under learned vectors"
         axis, steered = "follow-ups minus those after siblings", rows[rows["term"] != UNSTEERED]
@@ -287,7 +279,6 @@ class LearnedVector(Arms):
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         unsteered, siblings = (only(found, f"{EXCESS}, {less}", term=CHOSEN) for less in self.less)
-
         return Conclusion(
             self.tested(
                 "greedy turns are written under these very vectors, learned once on other queries, "

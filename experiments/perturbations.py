@@ -260,7 +260,7 @@ class Perturbations(Arms):
         return super().tables(found) + tables_of(
             "real follow-ups after each change, bits",
             found.assign(term=found["term"].replace(NAMES)),
-            {BITS: ("log p", 1), BITS_DIFFERENCE: (MINUS, 1)},
+            self.columns_of(BITS, "log p", 1, "+.1f"),
             detectable=BITS_DIFFERENCE,
             index=("dataset", "term"),
             rows="follow-ups",

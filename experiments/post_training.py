@@ -536,12 +536,10 @@ class Compare(Arms):
 
     def tables(self, found: pd.DataFrame) -> list[Table]:
         def table(title: str, quantities: Sequence[str], legend: str) -> list[Table]:
-            columns: dict[Any, tuple[str, int | str]] = {}
+            columns: dict[str, tuple[str, int | str]] = {}
             for name in quantities:
-                columns |= {name: (name, 2), f"{name}, {CHANGE}": (CHANGE, 2)}
-            return tables_of(
-                title, found, columns, index=["dataset", "temperature", "term"], legend=legend
-            )
+                columns |= self.columns_of(name, name)
+            return tables_of(title, found, columns, index=("dataset", *self.by), legend=legend)
 
         made = table(
             f"what turns tell about their response ({self.intervals})",

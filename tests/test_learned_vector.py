@@ -194,7 +194,7 @@ def test_the_layer_at_which_a_planted_gate_opens_is_found():
     opened = found.loc[(OPENED, CHOSEN)].iloc[0]
     assert opened["value"] == pytest.approx(11 / 16) and opened["low"] > 0
     assert found["p"][OPENED, OWN, 2] < 0.05 and found["p"][OPENED, OWN, 4] == 1
-    assert notes[-1].startswith("chosen layers: 2 by part 1, 2 by part 2, 2 by part")
+    assert notes[-1].startswith("chosen layers: 2 on part 1, 2 on part 2, 2 on part")
 
 
 def test_nothing_is_found_where_nothing_is_behind_the_gate():
