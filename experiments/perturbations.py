@@ -38,7 +38,7 @@ from experiments.shown import Bars, Drawing, only, tables_of
 from ia_mech.cli import above_zero, whole_from
 from ia_mech.data.conversations import UNPERTURBED, UNPERTURBED_RESPONSE, USER_HEADER, Conversation
 from ia_mech.errors import UserError
-from ia_mech.estimates import SHOWN, TidyEstimate, all_datasets, shown_changes
+from ia_mech.estimates import TidyEstimate, all_datasets, shown_changes
 from ia_mech.rates.evidence import FITS_ORIGINAL, UNCHANGED
 from ia_mech.results import Table
 from ia_mech.run.queries import Query, queries_of
@@ -237,11 +237,6 @@ class Perturbations(Arms):
         changed = rows["perturbation"] != UNPERTURBED
         names = ["category", "follow_up"]
         rows.loc[changed, names] = verdicts_of([run], self.gate.judge).turns[names].to_numpy()
-        if HEADER_ONLY in self.args.conditions:
-            self.notes.append(
-                f"{NAMES[HEADER_ONLY]}: there is one greedy turn, which the judge is shown after "
-                "every query's response."
-            )
         return rows.assign(term=rows["perturbation"])[changed | alike].reset_index(drop=True)
 
     def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
@@ -285,15 +280,15 @@ class Perturbations(Arms):
         rates, bits = only(found, DIFFERENCE), only(found, BITS_DIFFERENCE)
         rate = "lowers the follow-up rate by", "raises the follow-up rate by"
         real = "makes real follow-ups less likely by", "makes real follow-ups likelier by"
-        said = []
-        for name, condition in CONDITIONS.items():
+        said, moved = [], False
+        for name, words in ((name, one.words) for name, one in CONDITIONS.items() if one.words):
             of_rate, of_bits = (of[of["term"] == name] for of in (rates, bits))
             shown = shown_changes(of_rate, *rate), shown_changes(of_bits, *real, 1, " bits")
-            if condition.words and any(shown):
-                said.append(f"{condition.words} {' and '.join(filter(None, shown))}.")
-        if not rates["p_holm"].le(SHOWN).any():
+            said += [f"{words} {' and '.join(filter(None, shown))}."] if any(shown) else []
+            moved |= bool(shown[0])
+        if not moved:
             few = f"; {self.too_few}" if self.too_few else ""
-            said.append(f"No change of the follow-up rate is shown{few}.")
+            said.append(f"No change of the response is shown to move the follow-up rate{few}.")
         control, bare = "", rates[rates["term"] == HEADER_ONLY]
         if len(bare):
             ways = "are follow-ups less often by", "are follow-ups more often by"

@@ -249,7 +249,7 @@ def test_the_second_time_nothing_is_sampled_and_no_model_is_loaded(
     assert files(plain.path) == base
     verdict = outcome.out.splitlines()[0]
     few = "9; to show anything after the correction for 16 comparisons takes at least 10."
-    assert verdict.endswith(f"No change of the follow-up rate is shown; {few}")
+    assert verdict.endswith(f"No change of the response is shown to move the follow-up rate; {few}")
     assert "\nControl: " in outcome.out
     assert outcome.out.count("80 of 100 repetitions") == 2  # of tables
     for named in ("no response (remove)", "first half of the response (truncate)"):
@@ -269,7 +269,8 @@ def test_the_sentence_tells_only_changes_that_are_shown(plain, found):
     ]
     told = pd.DataFrame(rows)
     nothing, control = one.conclude(told)
-    assert nothing == "No change of the follow-up rate is shown."
+    unmoved = "No change of the response is shown to move the follow-up rate."
+    assert nothing == unmoved
     assert "any conversation are not shown to be follow-ups less often. On" in control
     removed = told["term"] == "remove"
     told.loc[removed & (told["temperature"] == 1), ["p_holm", "high"]] = 0.01, -0.1
@@ -289,7 +290,7 @@ def test_the_sentence_tells_only_changes_that_are_shown(plain, found):
     )
     told.loc[told["quantity"] == DIFFERENCE, "p_holm"] = 0.4
     real = "Removing the response makes real follow-ups likelier by 5.0 [1.0, 9.0] bits."
-    assert one.conclude(told).sentence == f"{real} No change of the follow-up rate is shown."
+    assert one.conclude(told).sentence == f"{real} {unmoved}"
 
 
 def test_a_dry_run_writes_nothing_and_bad_input_is_refused(perturb, plain, folder, tmp_path):
