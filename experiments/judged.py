@@ -203,7 +203,7 @@ class Arms(Experiment):
             term: self.tested(f"{self.change}, of {self.words.get(term, term)}", rows, most=1)
             for term, rows in only(found, self.change).groupby("term", sort=False)
         }
-        control = " ".join([*(said.pop(term) for term in self.controls), f"{self.gate.short}."])
+        control = " ".join([*(said.pop(term, "") for term in self.controls), f"{self.gate.short}."])
         return Conclusion(" ".join(said.values()), control)
 
 
@@ -221,7 +221,7 @@ def arm_estimates(
     Args:
         rows: ``source``, the columns that name an arm, and values of quantities.
         by: the columns that name an arm.
-        bounds: quantity → its bounds, One without values is left out.
+        bounds: quantity → its bounds. One without values is left out.
         less: words → what differs in the name of the arm that is subtracted; the difference is
             called ``quantity, words``. No arm is subtracted from itself.
         options: ``level``, ``resamples`` and ``seed``.
