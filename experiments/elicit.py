@@ -32,7 +32,6 @@ from experiments.outcome import EXCESS
 from experiments.shown import only
 from ia_mech.estimates import ALL, TidyEstimate
 from ia_mech.models.embedded import NAME
-from ia_mech.results import Table
 from ia_mech.run import Run
 from ia_mech.settings import Settings
 
@@ -63,6 +62,7 @@ class Elicit(Arms):
     siblings = True
     by = ("term",)
     less: ClassVar = {"minus greedy's": {"term": GREEDY}}
+    more: ClassVar = {GAP: ("more than greedy", "+.2f")}
 
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
@@ -110,9 +110,6 @@ class Elicit(Arms):
             found.append(TidyEstimate(GAP, {"dataset": ALL, "term": name}, len(excess), gap))
         self.notes.append(f"chosen as the best arm: {chosen} of the queries.")
         return found
-
-    def tables(self, found: pd.DataFrame) -> list[Table]:
-        return self.tables_with(found, {GAP: ("more than greedy", "+.2f")})
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         greedy, gap = only(found, EXCESS, term=GREEDY), only(found, GAP, term=BEST)

@@ -48,7 +48,7 @@ class Arms(Experiment):
         less: words → what differs in the name of the arm that is subtracted.
         unperturbed: the judge is shown turns after the responses as they were before a change.
         controls: terms that the sentence leaves to the control.
-        title, legend: of the table of rates; the legend's last sentences.
+        title, legend, more: of the table of rates, the legend's last sentences, further columns.
         words: terms, as tables and figures show them.
     """
 
@@ -59,6 +59,7 @@ class Arms(Experiment):
     controls: ClassVar[Sequence[str]] = ()
     title: ClassVar[str] = "follow-ups by the judge"
     legend: ClassVar[str] = ""
+    more: ClassVar[Mapping[str, tuple[str, int | str]]] = {}
     words: ClassVar[Mapping[str, str]] = {}
 
     # -- what is compared -------------------------------------------------------------------------
@@ -155,12 +156,7 @@ class Arms(Experiment):
         return {quantity: (head, digits), **of_less}
 
     def tables(self, found: pd.DataFrame) -> list[Table]:
-        return self.tables_with(found, {})
-
-    def tables_with(
-        self, found: pd.DataFrame, more: Mapping[str, tuple[str, int | str]]
-    ) -> list[Table]:
-        """The table of what counts, with more columns, and that of the rate's parts."""
+        """What counts, and the rate's parts."""
         found = found.assign(term=found["term"].replace(self.words))
         rows = "queries" if self.siblings else "turns"
         how: dict[str, Any] = {"index": ("dataset", *self.by), "rows": rows, "most": 1.0}
@@ -179,7 +175,9 @@ class Arms(Experiment):
         else:
             columns |= self.columns_of(RATE, "follow-ups")
         legend = f"{legend} {self.legend}".strip()
-        made = tables_of(self.title, found, columns | {**more}, self.change, legend=legend, **how)
+        made = tables_of(
+            self.title, found, columns | {**self.more}, self.change, legend=legend, **how
+        )
         return made + tables_of(
             "the parts of the rate",
             found,
