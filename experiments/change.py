@@ -135,8 +135,8 @@ def ask(text: str, rng: np.random.Generator) -> str:
     return f"{text}\n\n{question}" if "\n" in text else f"{text} {question}".strip()
 
 
-def contradict(text: str, answer: str | None, rng: np.random.Generator) -> tuple[str, str]:
-    """A response with a wrong final answer, and whether by a number or a retraction.
+def contradict(text: str, answer: str | None, rng: np.random.Generator) -> str:
+    """A response with a wrong final answer.
 
     Where the gold answer is a number, the response's last number becomes another one, in the last
     sentence that holds it and wherever it follows; neither it nor the gold answer is drawn. Where
@@ -145,7 +145,7 @@ def contradict(text: str, answer: str | None, rng: np.random.Generator) -> tuple
     gold, found = _value_of(answer or ""), list(NUMBER.finditer(text))
     if gold is None or not found:
         retraction = RETRACTIONS[rng.integers(len(RETRACTIONS))]
-        return f"{text.rstrip()} {retraction}".strip(), "retraction"
+        return f"{text.rstrip()} {retraction}".strip()
     last = found[-1].group()
     wrong = _other_number(last, gold, rng)
     start = 0
@@ -157,7 +157,7 @@ def contradict(text: str, answer: str | None, rng: np.random.Generator) -> tuple
     def changed(match: re.Match[str]) -> str:
         return wrong if _value_of(match.group()) == _value_of(last) else match.group()
 
-    return text[:start] + NUMBER.sub(changed, text[start:]), "number"
+    return text[:start] + NUMBER.sub(changed, text[start:])
 
 
 def _value_of(number: str) -> float | None:

@@ -16,20 +16,19 @@ import argparse
 import importlib
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-from experiments.control import QueryValues, estimate_means
 from experiments.elicit import arm_name
+from experiments.judged import arm_estimates
 from experiments.locate import WINDOW
 from experiments.shown import Bars, Drawing, Lines, headline, only, sentence_of, tables_of
 from ia_mech.cli import Parser, path_of, run_command, tolerant_streams
 from ia_mech.display import console, with_style
 from ia_mech.errors import UserError
-from ia_mech.estimates import ALL, frame_of
+from ia_mech.estimates import TidyEstimate, frame_of
 from ia_mech.likelihood.carried import CEILING
 from ia_mech.models.embedded import cache_dir
 from ia_mech.results import Result, about_runs, folder_of, read, refuse_place, show, write
@@ -86,27 +85,16 @@ def turns_of(temperature: float) -> str:
     return SAMPLED if np.isnan(temperature) else arm_name(temperature)
 
 
-def values_of(numbers: dict[str, pd.DataFrame]) -> Iterator[QueryValues]:
+def estimates(numbers: dict[str, pd.DataFrame]) -> Iterator[TidyEstimate]:
     """Each model's mean over the queries of which all models have this number, and its difference
     from the first model's."""
-    keys = ["quantity", "term", "turns"]
     bounds = {BITS: (-np.inf, CEILING), EXCESS: (-1.0, 1.0), SHARE: (0.0, 1.0)}
-    first, *_ = numbers
-    for key, _ in numbers[first].groupby(keys, sort=False):
-        each = {
-            model: frame[(frame[keys] == list(key)).all(axis=1)].set_index("source")["value"]
-            for model, frame in numbers.items()
-        }
-        together = pd.concat(each, axis=1, join="inner").sort_index()
-        quantity, term, turns = key
-        for model in numbers:
-            values, names = together[model], {"dataset": ALL, "term": term, "turns": turns}
-            names["model"] = model
-            row = QueryValues(quantity, values, names, proportion=quantity == SHARE)
-            least, most = bounds[quantity]
-            yield replace(row, least=least, most=most)
-            if model != first and len(values):
-                yield QueryValues(f"{quantity}, less", values, names, together[first])
+    by, less = ["term", "turns", "model"], {"less": {"model": next(iter(numbers))}}
+    rows = pd.concat([frame.assign(model=model) for model, frame in numbers.items()])
+    for (quantity, *_), own in rows.groupby(["quantity", "term", "turns"], sort=False):
+        own = own[own.groupby("source")["model"].transform("nunique") == len(numbers)]
+        own = own.rename(columns={"value": quantity})
+        yield from arm_estimates(own, by, {quantity: bounds[quantity]}, less, OPTIONS, [SHARE])
 
 
 def after_which(runs: Iterable[Run], queries: set[str]) -> str:
@@ -133,7 +121,7 @@ def result(studies: Sequence[Path]) -> Result:
     if len(shared) < 2:
         raise UserError("the studies share no queries", "make them with the same --dataset")
     columns = {"dataset": "str", "model": "str", "term": "str", "turns": "str"}
-    found = frame_of(estimate_means(values_of(numbers), OPTIONS), columns)
+    found = frame_of(estimates(numbers), columns)
     found["temperature"] = np.nan
     tables = []
     for quantity, title in (

@@ -16,10 +16,10 @@ import numpy as np
 import pandas as pd
 
 from experiments.outcome import CHOOSING, IN_ROLE, ONCE_IN_ROLE
-from ia_mech.estimates import ALL, Group, TidyEstimate, by_dataset, paired_row
+from ia_mech.estimates import Group, TidyEstimate, by_dataset, paired_row
 from ia_mech.run import Run
 from ia_mech.run.sources import split_source
-from ia_mech.stats import Estimate, cluster_bootstrap, cluster_mean, dyadic_mean, dyadic_test
+from ia_mech.stats import Estimate, cluster_bootstrap, dyadic_mean, dyadic_test
 from ia_mech.steering import TURN
 
 if TYPE_CHECKING:
@@ -96,48 +96,7 @@ def halves_of(queries: Iterable[str], seed: int) -> dict[str, int]:
     return {names[at]: place % 2 for place, at in enumerate(order)}
 
 
-# -- compared --------------------------------------------------------------------------------------
-
-
-def arm_estimates(
-    rows: pd.DataFrame,
-    by: Sequence[str],
-    bounds: Mapping[str, tuple[float, float]],
-    less: Mapping[str, dict[str, Any]],
-    options: dict[str, Any],
-    dataset: str = ALL,
-    compared: Sequence[str] | None = None,
-) -> Iterator[TidyEstimate]:
-    """Means of arms, and their differences from others, paired by query.
-
-    Args:
-        rows: ``source``, the columns that name an arm, and values of quantities.
-        by: the columns that name an arm.
-        bounds: quantity → its bounds. A quantity without values is left out.
-        less: words → what differs in the name of the arm that is subtracted; the difference is
-            called ``quantity, words``. No arm is subtracted from itself.
-        options: ``level``, ``resamples`` and ``seed``.
-        dataset, compared: that the rows are of; the quantities of differences (default: all).
-    """
-    group = Group(np.array([]), options, {"dataset": dataset})
-    arms = dict(list(rows.groupby(list(by), sort=False)))
-    for key, own in arms.items():
-        names = dict(zip(by, key, strict=True))
-        known = [one for one in bounds if one in own and own[one].notna().any()]
-        for quantity in known:
-            values, sources = own[quantity], own["source"]
-            found = cluster_mean(values, sources, level=options["level"])
-            clipped = found.clip(*bounds[quantity])
-            yield group.row(quantity, clipped, int(values.notna().sum()), **names)
-        for words, other in less.items():
-            base = arms.get(tuple((names | other)[name] for name in by))
-            if base is None or base is own:
-                continue
-            for quantity in (one for one in known if one in (compared or known)):
-                pair = own[quantity], own["source"], base[quantity], base["source"]
-                least, most = bounds[quantity]
-                row = paired_row(group, f"{quantity}, {words}", *pair, **names)
-                yield replace(row, estimate=row.estimate.clip(least - most, most - least))
+# -- the best of several ---------------------------------------------------------------------------
 
 
 def best_elsewhere(

@@ -19,20 +19,19 @@ turns at once.
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
-import numpy as np
 import pandas as pd
 
-from experiments.arms import Arm, conversations_of, verdicts_of
-from experiments.control import arm_estimates, estimate_best, halves_of
-from experiments.experiment import Conclusion, Experiment, flag
-from experiments.outcome import EXCESS, OF_QUERIES, RATE, SIBLINGS, rates_by_query
-from experiments.shown import Bars, Drawing, only, tables_of
-from ia_mech.estimates import ALL, TidyEstimate, holm_corrected
+from experiments.arms import Arm, conversations_of
+from experiments.control import halves_of
+from experiments.experiment import Conclusion, flag
+from experiments.judged import UNCHANGED, Arms
+from experiments.outcome import EXCESS
+from experiments.shown import only
+from ia_mech.estimates import ALL, TidyEstimate
 from ia_mech.models.embedded import NAME
-from ia_mech.results import Table
 from ia_mech.run import Run
 from ia_mech.settings import Settings
 
@@ -42,7 +41,7 @@ PROMPT = (
 )
 OPENING = "Thanks. I have one question about what you said."
 PROMPTED, OPENED = "prompt", "opening"
-GREEDY, LESS = "greedy", "minus greedy's"  # paired by query
+GREEDY = "greedy"
 GAP, BEST, TEMPERATURE = "elicitation gap", "best arm", "best temperature"
 
 
@@ -58,10 +57,12 @@ def biased(run: Run) -> str:
     return " The opening was found on this very model: it adds too much here." if here else ""
 
 
-class Elicit(Experiment):
+class Elicit(Arms):
     name = "elicit"
     siblings = True
-    judged = True
+    by = ("term",)
+    less: ClassVar = {"minus greedy's": {"term": GREEDY}}
+    more: ClassVar = {GAP: ("more than greedy", "+.2f")}
 
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
@@ -79,8 +80,7 @@ class Elicit(Experiment):
         Settings(opening=self.args.opening)  # refuses what can't be one
 
     def arms(self) -> Mapping[str, Arm]:
-        contexts = pd.concat([query.contexts for query in self.queries], ignore_index=True)
-        own = conversations_of(contexts)
+        own = conversations_of(self.contexts)
         return {way: Arm(own, {"samples": 1} | changes) for way, changes in self.ways.items()}
 
     def plan(self) -> dict[str, str]:
@@ -89,57 +89,27 @@ class Elicit(Experiment):
         return {"arms": "; ".join(arms), **super().plan()}
 
     def rows(self) -> pd.DataFrame:
-        """A row per arm and query."""
-        judge, parts = self.judge_arms(), []
-        for way, runs in {"": self.runs, **{k: [run] for k, run in self.sampled.items()}}.items():
-            rates = rates_by_query(verdicts_of(runs, judge))
-            parts.append(rates.assign(arm=[arm_name(t, way) for t in rates["temperature"]]))
-        return pd.concat(parts, ignore_index=True).drop(columns="temperature")
+        """A row per arm and query: a temperature and a way of asking are an arm."""
+        rows = super().rows()
+        ways = rows["term"].replace(UNCHANGED, "")
+        names = [arm_name(*one) for one in zip(rows["temperature"], ways, strict=True)]
+        return rows.assign(term=names).drop(columns="temperature")
 
-    def estimate(self, rows: pd.DataFrame) -> Iterator[TidyEstimate]:
-        terms, less = rows.rename(columns={"arm": "term"}), {LESS: {"term": GREEDY}}
-        what = terms, ["term"], OF_QUERIES, less, self.options
-        yield from holm_corrected(arm_estimates(*what, compared=[EXCESS]))
-        arms = list(dict.fromkeys(rows["arm"]))
-        table = rows.pivot_table(index="arm", columns="source", values=EXCESS, sort=True)
-        table = table.loc[arms].dropna(axis=1)
-        excess = table.to_numpy()
-        of = halves_of(table.columns, self.args.seed)
-        half = np.array([of[source] for source in table.columns])
+    def data(self, rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
+        return {"rows": rows.rename(columns={"term": "arm"})}
+
+    def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
+        found, arms = super().estimate(rows), list(dict.fromkeys(rows["term"]))
+        excess = rows.pivot_table(index="source", columns="term", values=EXCESS)[arms].dropna()
+        half = halves_of(excess.index, self.args.seed)
         # The best of all arms, and of the run's own turns, whose states other experiments measure.
-        plain = [number for number, arm in enumerate(arms) if ", " not in arm]
-        for name, among in ((BEST, list(range(len(arms)))), (TEMPERATURE, plain)):
-            more = excess[among] - excess[arms.index(GREEDY)]
-            gap = estimate_best(excess[among], more, half, list(table.columns), self.options)
-            yield TidyEstimate(GAP, {"dataset": ALL, "term": name}, excess.shape[1], gap)
-        for number in (0, 1):
-            best = arms[int(excess[:, half == number].mean(1).argmax())]
-            self.notes.append(f"chosen on half {number + 1} of the queries: {best}.")
-
-    def tables(self, found: pd.DataFrame) -> list[Table]:
-        columns: dict[str, tuple[str, int | str]] = {
-            RATE: ("follow-ups", 2),
-            SIBLINGS: ("after siblings", 2),
-            EXCESS: ("excess", "+.2f"),
-            f"{EXCESS}, {LESS}": (LESS, "+.2f"),
-            GAP: ("more than greedy", "+.2f"),
-        }
-        return tables_of(
-            "follow-ups by the judge",
-            found,
-            columns,
-            index=("dataset", "term"),
-            rows="queries",
-            legend="Every query has the same weight. After siblings: the same turns, shown after "
-            "other responses to the same query; excess: the rate minus that. Minus greedy's: the "
-            "excess minus that of greedy turns, paired by query; p: Holm-corrected over arms.",
-        )
-
-    def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
-        rows = only(found, EXCESS)
-        title = f"{self.runs[0].model['name']} · follow-ups beyond siblings"
-        axis = "follow-up rate minus that of the same turns after siblings"
-        return {"arms": Bars(title, axis, rows)}
+        plain = [arm for arm in arms if ", " not in arm]
+        for name, among in ((TEMPERATURE, plain), (BEST, arms)):
+            more = excess[among].sub(excess[GREEDY], axis=0)
+            gap, chosen = self.best_of(excess[among], more, half)
+            found.append(TidyEstimate(GAP, {"dataset": ALL, "term": name}, len(excess), gap))
+        self.notes.append(f"chosen as the best arm: {chosen} of the queries.")
+        return found
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         greedy, gap = only(found, EXCESS, term=GREEDY), only(found, GAP, term=BEST)

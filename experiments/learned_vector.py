@@ -25,22 +25,23 @@ import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
 
-from experiments.arms import Arm, conversations_of, verdicts_of
+from experiments.arms import Arm, conversations_of
 from experiments.change import Ids
-from experiments.control import arm_estimates, centred_states, estimate_best, random_directions
+from experiments.control import centred_states, random_directions
 from experiments.experiment import Conclusion, Experiment, flag
 from experiments.fit import BATCH, FILE, KEY, Learning, SteeredContext, steered_context
-from experiments.outcome import EXCESS, OF_QUERIES, RATE, SIBLINGS, rates_by_query
-from experiments.shown import Drawing, Lines, only, tables_of
+from experiments.judged import Arms
+from experiments.outcome import EXCESS
+from experiments.shown import Drawing, Lines, only
 from ia_mech.cli import whole_from
 from ia_mech.errors import UserError
-from ia_mech.estimates import ALL, TidyEstimate, holm_corrected
+from ia_mech.estimates import ALL, TidyEstimate, all_datasets, by_quantity
 from ia_mech.results import Table
 from ia_mech.run import Run
 from ia_mech.run.queries import Query
@@ -50,7 +51,6 @@ UNSTEERED = "unsteered"
 OWN, SIBLING, OTHER, RANDOM = "own", "siblings", "other queries", "random"  # what vectors are of
 LEARNED = OWN, SIBLING, OTHER
 CHOSEN = "chosen layer"
-LESS = {UNSTEERED: "minus unsteered", SIBLING: "minus the siblings' vector"}
 DOSE = 0.5  # length of a vector, in norms of the state that it is added to
 TOKENS = 48  # of a turn that count
 UNIT = -1  # of the layer, where nothing is steered
@@ -64,12 +64,21 @@ def parts_of(queries: Sequence[Query], seed: int) -> dict[str, int]:
     return {queries[i].source: 2 * (n % 2) + n // 2 % 2 for n, i in enumerate(order)}
 
 
-class LearnedVector(Experiment):
+class LearnedVector(Arms):
     name = "learned_vector"
     siblings = True
-    judged = True
     queries_used = 60
-    columns: ClassVar = {"dataset": "str", "term": "str", "layer": "Int64"}
+    columns: ClassVar = {**Experiment.columns, "layer": "Int64"}
+    by = ("layer", "term")
+    less: ClassVar = {
+        "minus unsteered": {"layer": UNIT, "term": UNSTEERED},
+        "minus the siblings' vector": {"term": SIBLING},
+    }
+    title = "greedy follow-ups by the judge, by layer of the vector"
+    legend = (
+        "Own, siblings, other queries: after whose responses the turns came that a vector was "
+        "learned from; p is for these very vectors, over layers."
+    )
 
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
@@ -101,7 +110,9 @@ class LearnedVector(Experiment):
             few = f"{count} queries have several responses: they are dealt to four parts"
             raise UserError(few, "sample more queries")
         self.part = parts_of(self.queries, args.seed)
-        follow_ups = self._follow_ups()
+        turns = self.verdicts.turns
+        turns = turns[(turns["temperature"] > 0) & (turns["follow_up"] == 1)]
+        follow_ups = set(turns[KEY].astype(object).itertuples(index=False, name=None))
         self.examples = [self._examples(half, follow_ups) for half in self.learners]
         for half, those in zip(self.learners, self.examples, strict=True):
             count, queries = len(those[OWN]), len({one.source for one in those[OWN]})
@@ -119,12 +130,6 @@ class LearnedVector(Experiment):
         model, along = self.runs[0].model, torch.tensor(direction, dtype=torch.float32)
         what = ADD, layer, self.positions, along, DOSE
         return SteeringVector(*what, model["name"], model["weights_hash"])
-
-    def _follow_ups(self) -> set[tuple]:
-        """Run, context, temperature and sample of the follow-ups that were sampled."""
-        turns = self.verdicts.turns
-        mine = turns[(turns["temperature"] > 0) & (turns["follow_up"] == 1)]
-        return set(mine[KEY].astype(object).itertuples(index=False, name=None))
 
     def _examples(self, half: int, follow_ups: set[tuple]) -> dict[str, list[SteeredContext]]:
         """The follow-ups of a half, as many of each query as can be: after the response that
@@ -192,17 +197,24 @@ class LearnedVector(Experiment):
         """The queries whose turns are written under what a half has learned."""
         return [query for query in self.queries if self.part[query.source] // 2 != learner]
 
-    def rows(self) -> pd.DataFrame:
-        """A row per arm and query."""
+    @cached_property
+    def contexts(self) -> pd.DataFrame:
+        queries = [query for half in self.learners for query in self.measured(half)]
+        return pd.concat([query.contexts for query in queries], ignore_index=True)
+
+    def compared(self) -> Iterator[tuple[dict[str, Any], Sequence[Run]]]:
+        """The turns as they are, then those of each half under what the other has learned."""
+        yield {"layer": UNIT, "term": UNSTEERED}, self.runs
         learned = self.measure_units(self.units(), "learning vectors")
-        arms = [(UNSTEERED, UNIT, run) for run in self.runs]
         for half, layer, term, direction in self._with_random(learned):
             name = f"layer {layer} {term} {half + 1}"
-            arms.append((term, layer, self._write_under(self.vector(layer, direction), name, half)))
-        self.judge_arms()
-        rates = pd.concat([self._judged(*arm) for arm in arms], ignore_index=True)
-        wanted = {query.source for half in self.learners for query in self.measured(half)}
-        return rates[rates["source"].isin(wanted)]
+            run = self._write_under(self.vector(layer, direction), name, half)
+            yield {"layer": layer, "term": term}, [run]
+
+    def rows(self) -> pd.DataFrame:
+        """A row per arm and query, of greedy turns."""
+        rows = super().rows()
+        return rows[rows["temperature"] == 0]
 
     def _with_random(self, learned: pd.DataFrame) -> Iterator[tuple[int, int, str, np.ndarray]]:
         """Half, layer, name and direction of the learned vectors, and for each that was learned
@@ -224,27 +236,18 @@ class LearnedVector(Experiment):
         settings = {"temperatures": (), "intervention": folder / FILE}
         return self.sample(name, Arm(conversations_of(contexts), settings))
 
-    def _judged(self, term: str, layer: int, run: Run) -> pd.DataFrame:
-        """Rates of an arm's greedy turns by query."""
-        rates = rates_by_query(verdicts_of([run], self.gate.judge))
-        return rates[rates["temperature"] == 0].assign(term=term, layer=layer)
-
     # -- estimate ---------------------------------------------------------------------------------
 
-    def estimate(self, rows: pd.DataFrame) -> Iterator[TidyEstimate]:
-        less: dict[str, dict[str, Any]] = {
-            LESS[UNSTEERED]: {"layer": UNIT, "term": UNSTEERED},
-            LESS[SIBLING]: {"term": SIBLING},
-        }
-        what = rows, ["layer", "term"], OF_QUERIES, less, self.options
-        named = (
+    def family(self, row: TidyEstimate) -> Any:
+        """Over layers: each difference and kind of vector is one."""
+        return by_quantity(row), row.names["term"]
+
+    def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
+        found = [
             replace(one, names=one.names | {"layer": None}) if one.names["layer"] == UNIT else one
-            for one in arm_estimates(*what, compared=[EXCESS])
-            if one.names["term"] == OWN or not one.quantity.endswith(LESS[SIBLING])
-        )
-        # Over layers: each difference and kind of vector is a family.
-        yield from holm_corrected(named, lambda row: (row.quantity, row.names["term"]))
-        yield from self._at_chosen_layer(rows)
+            for one in super().estimate(rows)
+        ]
+        return [*found, *self._at_chosen_layer(rows)]
 
     def _at_chosen_layer(self, rows: pd.DataFrame) -> Iterator[TidyEstimate]:
         """What own responses' vectors have, at a layer chosen by their excess over the control.
@@ -253,39 +256,21 @@ class LearnedVector(Experiment):
         and no effect, it left out 0 in 0.7% of 600 simulated studies of 60 queries.
         """
         wide = rows.pivot_table(index="source", columns=["term", "layer"], values=EXCESS).dropna()
-        own, ranked = wide[OWN].to_numpy(), (wide[OWN] - wide[SIBLING]).to_numpy().T
-        part = np.array([self.part[source] for source in wide.index], dtype=int)
-        for less, words in LESS.items():
-            reported = (own - wide[less].to_numpy()).T  # unsteered has one column
-            found = estimate_best(ranked, reported, part, list(wide.index), self.options)
+        own, ranked = wide[OWN], wide[OWN] - wide[SIBLING]
+        each = own.sub(wide[UNSTEERED, UNIT], axis=0), ranked
+        for words, reported in zip(self.less, each, strict=True):
+            found, chosen = self.best_of(ranked, reported, self.part)
             names = {"dataset": ALL, "term": CHOSEN}
             yield TidyEstimate(f"{EXCESS}, {words}", names, len(wide), found)
-        layers = list(wide[OWN])
-        best = [(one, ranked[:, part == one].mean(1).argmax()) for one in np.unique(part)]
-        said = ", ".join(f"{layers[at]} by part {one + 1}" for one, at in best)
-        self.notes.append(f"chosen layers: {said} of the queries.")
+        self.notes.append(f"chosen layers: {chosen} of the queries.")
 
     # -- say --------------------------------------------------------------------------------------
 
     def tables(self, found: pd.DataFrame) -> list[Table]:
-        columns: dict[str, tuple[str, int | str]] = {
-            RATE: ("follow-ups", 2),
-            SIBLINGS: ("after siblings", 2),
-            EXCESS: ("excess", "+.2f"),
-        }
-        return tables_of(
-            "greedy follow-ups by the judge, by layer of the vector",
-            found[found["term"] != CHOSEN],
-            columns | {f"{EXCESS}, {less}": (less, "+.2f") for less in LESS.values()},
-            index=("layer", "term"),
-            rows="queries",
-            legend="own, siblings, other queries: after whose responses the turns came that a "
-            "vector was learned from. Minus unsteered, minus the siblings' vector: paired by "
-            "query; p: for these very vectors, Holm-corrected over layers.",
-        )
+        return super().tables(found[found["term"] != CHOSEN])
 
     def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
-        rows = only(found, EXCESS)
+        rows = all_datasets(only(found[found["term"] != CHOSEN], EXCESS))
         plain = rows.loc[rows["term"] == UNSTEERED, "value"].item()
         title = f"{self.runs[0].model['name']} · greedy turns under learned vectors"
         axis, steered = "follow-ups minus those after siblings", rows[rows["term"] != UNSTEERED]
@@ -293,20 +278,19 @@ class LearnedVector(Experiment):
         return {"layers": Lines(*words, across="layer", levels={UNSTEERED: plain})}
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
-        def said(words: str, less: str) -> str:
-            return self.tested(words, only(found, f"{EXCESS}, {LESS[less]}", term=CHOSEN), most=1)
-
+        unsteered, siblings = (only(found, f"{EXCESS}, {less}", term=CHOSEN) for less in self.less)
         return Conclusion(
-            said(
+            self.tested(
                 "greedy turns are written under these very vectors, learned once on other queries, "
                 f"at {', '.join(self.positions)}; the rate at which they are follow-ups to their "
                 "own response rather than to another one, minus that under the control's vector",
-                SIBLING,
+                siblings,
+                most=1,
             ),
             "The control is a vector that was learned from the same turns, each after another "
             "response to its query. The interval is over queries: vectors learned anew may do "
             "otherwise. "
-            f"{said('the same rate, minus that of turns without a vector', UNSTEERED)} "
+            f"{self.tested('the same rate, minus that without a vector', unsteered, most=1)} "
             f"{self.gate.short}.",
         )
 

@@ -380,7 +380,6 @@ def bits_by_cell(rows: pd.DataFrame, seed: int) -> BitsByCell:
 IN_ROLE, ONCE_IN_ROLE = "in role", "once in role"
 CHOOSING, SCORING = "choosing", "scoring"  # shares of turns with even and odd sample numbers
 RATE, SIBLINGS, EXCESS = "follow-ups", "follow-ups after siblings", "excess over siblings"
-OF_QUERIES = {RATE: (0.0, 1.0), SIBLINGS: (0.0, 1.0), EXCESS: (-1.0, 1.0)}  # and their bounds
 
 
 def with_category(turns: pd.DataFrame, category: str) -> pd.Series:
@@ -418,25 +417,37 @@ def shares_of(turns: pd.DataFrame, category: str, temperature: float) -> pd.Data
     return pd.DataFrame(found).reset_index()
 
 
-def rates_by_query(judged: JudgedTurns) -> pd.DataFrame:
-    """Rates of turns, and of the same turns shown after siblings: a row per temperature and source
-    with both verdicts, ``temperature``, ``dataset``, ``source``, and :data:`OF_QUERIES`.
+def rates_of(judged: JudgedTurns, siblings: bool = False) -> pd.DataFrame:
+    """How often turns are follow-ups (:data:`RATE`), and the parts of that: :data:`IN_ROLE`, and
+    :data:`ONCE_IN_ROLE` (NaN of turns out of role).
+
+    A row per turn, with the columns of ``judged.turns``. Or, with ``siblings``, of the turns that
+    were shown after siblings, too: a row per temperature and source with the means over turns, also
+    of :data:`SIBLINGS` and :data:`EXCESS`.
 
     Raises:
         UserError: no turn was judged after siblings.
     """
-    decoys = judged.decoys[judged.decoys["decoy"] == SIBLING]
-    if decoys.empty:
-        path = judged.runs[0].path
-        raise UserError(
-            f"{path} has no turns judged after siblings",
-            f"judge it again: ia-mech judge run {shell_word(path)} --replace",
-        )
-    both = decoys.dropna(subset=[*VERDICTS])
-    own, other = (both[name].astype(float) for name in VERDICTS)
+    turns, (own, other) = judged.turns, VERDICTS
+    if siblings:
+        turns = judged.decoys[judged.decoys["decoy"] == SIBLING]
+        if turns.empty:
+            path = judged.runs[0].path
+            raise UserError(
+                f"{path} has no turns judged after siblings",
+                f"judge it again: ia-mech judge run {shell_word(path)} --replace",
+            )
+        turns = turns.dropna(subset=[own, other])
+    rate, inside = turns[own if siblings else "follow_up"].astype(float), 1 - turns["out_of_role"]
+    texts = ["run", "context_id", "dataset", "source", "category", "perturbation"]
+    found = turns.astype({name: object for name in texts if name in turns})
+    parts = {RATE: rate, IN_ROLE: inside, ONCE_IN_ROLE: rate.where(inside == 1)}
+    if not siblings:
+        return found.assign(**parts)
+    after = turns[other].astype(float)
+    parts |= {SIBLINGS: after, EXCESS: rate - after}
     keys = ["temperature", "dataset", "source"]
-    rows = both[keys].astype({"temperature": float, "dataset": object, "source": object})
-    rows = rows.assign(**{RATE: own, SIBLINGS: other, EXCESS: own - other})
+    rows = found[keys].astype({"temperature": float}).assign(**parts)
     return rows.groupby(keys, sort=False).mean().reset_index()
 
 

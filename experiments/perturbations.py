@@ -19,102 +19,108 @@ built-in judge runs at once; for another judge the message says which command to
 """
 
 import argparse
-import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
 
 from experiments.arms import Arm, conversations_of, verdicts_of
 from experiments.change import ask, contradict, other_response, shuffle_sentences, truncate
-from experiments.control import arm_estimates
-from experiments.experiment import Conclusion, Experiment, flag
-from experiments.shown import LEAST, Bars, Drawing, only, out_of_reach, tables_of
-from ia_mech.cli import whole_from
+from experiments.experiment import Conclusion, flag
+from experiments.judged import Arms
+from experiments.outcome import IN_ROLE, RATE
+from experiments.shown import Bars, Drawing, only, tables_of
+from ia_mech.cli import above_zero, whole_from
 from ia_mech.data.conversations import UNPERTURBED, UNPERTURBED_RESPONSE, USER_HEADER, Conversation
 from ia_mech.errors import UserError
-from ia_mech.estimates import TidyEstimate, all_datasets, by_dataset, holm_corrected, shown_changes
-from ia_mech.judge.judging import ON_UNPERTURBED
-from ia_mech.rates.compute import differences, rates
+from ia_mech.estimates import TidyEstimate, all_datasets, shown_changes
 from ia_mech.rates.evidence import FITS_ORIGINAL, UNCHANGED
 from ia_mech.results import Table
-from ia_mech.run import Run
-from ia_mech.run.queries import Query, queries_of, unfinished_text
+from ia_mech.run.queries import Query, queries_of
 from ia_mech.run.sources import sources_of
 
-REMOVE, SWAP, SHUFFLE, CONTRADICT = "remove", "swap", "shuffle", "contradict"
-TRUNCATE, QUESTION = "truncate", "generic_question"
-HEADER_ONLY, HEADER_ASSISTANT = "header_only", "header_assistant"
-NAMES = {  # of conditions, as tables, figures and notes show them
-    UNPERTURBED: UNCHANGED,
-    REMOVE: "no response (remove)",
-    SWAP: "another query's response (swap)",
-    TRUNCATE: "first half of the response (truncate)",
-    QUESTION: "generic question added (generic_question)",
-    SHUFFLE: "sentences shuffled (shuffle)",
-    CONTRADICT: "answer contradicted (contradict)",
-    HEADER_ONLY: "no conversation (header_only)",
-    HEADER_ASSISTANT: "assistant header (header_assistant)",
+
+@dataclass(frozen=True)
+class Condition:
+    """A change of a conversation.
+
+    Attributes:
+        shown: in tables, figures and notes.
+        words: how a sentence on a changed response begins.
+        response: what the response becomes, by the conversation, another query's response and
+            draws; None, or its own: the conversation is left out.
+        header: the one that is opened.
+    """
+
+    shown: str
+    words: str = ""
+    response: Callable[[Conversation, str, np.random.Generator], str | None] = (
+        lambda one, swap, rng: one.response
+    )
+    header: str = USER_HEADER
+
+
+REMOVE, SWAP, HEADER_ONLY = "remove", "swap", "header_only"
+CONDITIONS = {
+    REMOVE: Condition("no response", "Removing the response", lambda one, swap, rng: ""),
+    SWAP: Condition(
+        "another query's response",
+        "Swapping the response for another query's",
+        lambda one, swap, rng: swap,
+    ),
+    "truncate": Condition(
+        "first half of the response",
+        "Cutting the response to its first half",
+        lambda one, swap, rng: truncate(one.response or ""),
+    ),
+    "generic_question": Condition(
+        "generic question added",
+        "Adding a generic question to the response",
+        lambda one, swap, rng: ask(one.response or "", rng),
+    ),
+    "shuffle": Condition(
+        "sentences shuffled",
+        "Shuffling the response's sentences",
+        lambda one, swap, rng: shuffle_sentences(one.response or "", rng),
+    ),
+    "contradict": Condition(
+        "answer contradicted",
+        "Contradicting the response's answer",
+        lambda one, swap, rng: contradict(one.response or "", one.answer, rng),
+    ),
+    HEADER_ONLY: Condition("no conversation", header="alone"),
+    "header_assistant": Condition("assistant header", header="assistant"),
 }
-CONDITIONS = dict.fromkeys((one for one in NAMES if one != UNPERTURBED), USER_HEADER)
-CONDITIONS |= {HEADER_ONLY: "alone", HEADER_ASSISTANT: "assistant"}  # → the header that is opened
-CHANGES = {  # of the response, as sentences begin
-    REMOVE: "Removing the response",
-    SWAP: "Swapping the response for another query's",
-    TRUNCATE: "Cutting the response to its first half",
-    QUESTION: "Adding a generic question to the response",
-    SHUFFLE: "Shuffling the response's sentences",
-    CONTRADICT: "Contradicting the response's answer",
-}
+NAMES = {name: f"{one.shown} ({name})" for name, one in CONDITIONS.items()}
+NAMES |= {UNPERTURBED: UNCHANGED}
 STREAM = -3  # of the draws; samples have streams of their own
-RATE, DIFFERENCE = "rate", "difference"
-BITS = "log p of real follow-ups, bits"
 MINUS = "minus unchanged"
-BITS_DIFFERENCE = f"{BITS}, {MINUS}"
-COLUMNS = {  # of estimates; ``events`` are the turns with the outcome
-    **dict.fromkeys(("dataset", "condition", "outcome"), "str"),
-    **{"temperature": "float64", "level": "float64", "events": "Int64"},
-}
-
-
-# -- what is changed -------------------------------------------------------------------------------
+BITS = "log p of real follow-ups, bits"
+DIFFERENCE, BITS_DIFFERENCE = f"{RATE}, {MINUS}", f"{BITS}, {MINUS}"
 
 
 def apply_condition(
     conversation: Conversation, name: str, rng: np.random.Generator, swap: str = ""
 ) -> Conversation | None:
-    """A conversation with its response, under a condition; None if it would stay as it is.
-
-    The draws are of an order, a question, or a wrong answer; ``swap`` is the response that the
-    condition ``swap`` puts in place of its own. The metadata hold the unperturbed response, the id
-    of its conversation, and how it was changed.
-    """
-    own, how = conversation.response or "", name
-    changes: dict[str, Callable[[], str | None]] = {
-        REMOVE: lambda: "",
-        SWAP: lambda: swap,
-        SHUFFLE: lambda: shuffle_sentences(own, rng),
-        TRUNCATE: lambda: truncate(own),
-        QUESTION: lambda: ask(own, rng),
-    }
-    if name == CONTRADICT:
-        text, how = contradict(own, conversation.answer, rng)
-    else:
-        found = changes.get(name, lambda: own)()
-        text = own if found is None else found
-    if text == own and CONDITIONS[name] == USER_HEADER:
+    """A conversation with its response, under a condition; None if it would stay as it is. The
+    metadata hold the unperturbed response."""
+    condition, own = CONDITIONS[name], conversation.response or ""
+    text = condition.response(conversation, swap, rng)
+    if condition.header == USER_HEADER and text in (None, own):
         return None
-    about = {UNPERTURBED_RESPONSE: own, "unperturbed_id": conversation.id, "how": how}
     return replace(
-        conversation.with_response(text, None if name in (REMOVE, SWAP) else conversation.thought),
+        conversation.with_response(
+            text or "", None if name in (REMOVE, SWAP) else conversation.thought
+        ),
         id=f"{conversation.id}~{name}",
         perturbation=name,
-        header=CONDITIONS[name],
-        metadata=conversation.metadata | about,
+        header=condition.header,
+        metadata=conversation.metadata | {UNPERTURBED_RESPONSE: own},
     )
 
 
@@ -127,33 +133,50 @@ def first_complete(queries: Sequence[Query]) -> pd.DataFrame:
 # -- the experiment --------------------------------------------------------------------------------
 
 
-class Perturbations(Experiment):
+class Perturbations(Arms):
     name = "perturbations"
-    judged = True
     queries_used = 48
-    columns = COLUMNS
+    unperturbed = True
+    less: ClassVar = {MINUS: {"term": UNPERTURBED}}
+    words = NAMES
+    title = "follow-ups to the unchanged response"
+    legend = "The judge is shown the unchanged response, whatever the model was given."
 
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
         turns = "turns per temperature, of those that the run has"
         flag(parser, "--samples", whole_from(1), 4, turns, metavar="N")
+        of = "of sampled turns, of those that the run has (default: the lowest)"
+        flag(parser, "--temperatures", above_zero, None, of, nargs="+", metavar="T")
         of, every = f"changes to make, of {', '.join(CONDITIONS)} (default: all)", list(CONDITIONS)
         how: dict[str, Any] = {"nargs": "+", "choices": every, "metavar": "NAME"}
         parser.add_argument("--conditions", default=every, help=of, **how)
 
     # -- sampled ----------------------------------------------------------------------------------
 
+    def read(self) -> None:
+        had = self.runs[0].settings["temperatures"]
+        if lacking := [t for t in self.args.temperatures or [] if t not in had]:
+            has = " ".join(f"{t:g}" for t in had) or "greedy turns alone"
+            raise UserError(
+                f"--temperatures {' '.join(f'{t:g}' for t in lacking)}: {self.runs[0].path} has "
+                f"{has}",
+                "give temperatures of the run",
+            )
+
     @property
     def decoding(self) -> dict[str, Any]:
-        """T = 1 if the runs have it, else all their temperatures."""
+        """The temperatures and samples of the runs that are used."""
         of = self.runs[0].settings
-        some = (1.0,) if 1.0 in of["temperatures"] else tuple(of["temperatures"])
-        return {"temperatures": some, "samples": min(self.args.samples, of["samples"])}
+        some = self.args.temperatures or sorted(of["temperatures"])[:1]
+        return {"temperatures": tuple(some), "samples": min(self.args.samples, of["samples"])}
 
     @cached_property
-    def base(self) -> pd.DataFrame:
-        """The contexts that are changed, of the queries that are used."""
+    def contexts(self) -> pd.DataFrame:
         return first_complete(self.queries)
+
+    def arms(self) -> Mapping[str, Arm]:
+        return {"conditions": Arm(self.changed_conversations, self.decoding)}
 
     @cached_property
     def changed_conversations(self) -> list[Conversation]:
@@ -162,18 +185,14 @@ class Perturbations(Experiment):
         those, made = conversations_of(first_complete(queries_of(self.runs))), []
         ids = (self.chat.tokenizer(one.response or "", add_special_tokens=False) for one in those)
         tokens = [len(one["input_ids"]) for one in ids]
-        used = {*zip(self.base["dataset"], self.base["context_id"], strict=True)}
+        used = {*zip(self.contexts["dataset"], self.contexts["context_id"], strict=True)}
         own = [order for order, one in enumerate(those) if (one.dataset, one.id) in used]
         for name in self.args.conditions:
-            left_out: dict[str, int] = {}
-            for order in own:
-                try:
-                    made.append(self._changed(those, order, name, tokens))
-                except UserError as error:
-                    left_out[error.problem] = left_out.get(error.problem, 0) + 1
-            if left_out:
-                why = ", ".join(f"{count} {problem}" for problem, count in left_out.items())
-                count = f"{len(own) - sum(left_out.values())} of {len(own)} conversations"
+            each = [self._changed(those, order, name, tokens) for order in own]
+            made += [one for one in each if isinstance(one, Conversation)]
+            if left_out := Counter(one for one in each if isinstance(one, str)):
+                why = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
+                count = f"{len(own) - left_out.total()} of {len(own)} conversations"
                 self.notes.append(f"{NAMES[name]}: {count}. Left out: {why}.")
         if not made:
             raise UserError("none of these conversations can be changed", "give other runs")
@@ -181,8 +200,8 @@ class Perturbations(Experiment):
 
     def _changed(
         self, those: Sequence[Conversation], order: int, name: str, tokens: Sequence[int]
-    ) -> Conversation:
-        """A conversation under a condition; UserError if it can't be made, or is too long."""
+    ) -> Conversation | str:
+        """A conversation under a condition, or why it is left out."""
         from ia_mech.chat.headers import context_and_real_follow_up
         from ia_mech.engine.sampling import stream_key
         from ia_mech.models.load import context_limit
@@ -192,19 +211,15 @@ class Perturbations(Experiment):
         rng = np.random.default_rng(list(key))
         swap = other_response(those, tokens, order, rng) if name == SWAP else ""
         if swap is None:
-            few = "the runs have no other response to another query"
-            raise UserError(f"of whose dataset {few}", "")
+            return "of whose dataset the runs have no other response to another query"
         changed = apply_condition(those[order], name, rng, swap)
         if changed is None:
-            raise UserError("that the change leaves as it is", "")
+            return "that the change leaves as it is"
         context, turn = context_and_real_follow_up(self.chat, changed)
         longest = max(settings["max_new_tokens"], 0 if turn is None else len(turn.whole))
         if len(context.ids) + longest > (context_limit(self.config) or np.inf):
-            raise UserError("that would be too long for the model", "")
+            return "that would be too long for the model"
         return changed
-
-    def arms(self) -> Mapping[str, Arm]:
-        return {"conditions": Arm(self.changed_conversations, self.decoding)}
 
     @property
     def tests_made(self) -> int:
@@ -213,164 +228,73 @@ class Perturbations(Experiment):
     # -- read -------------------------------------------------------------------------------------
 
     def rows(self) -> pd.DataFrame:
-        """The turns before and after: ``run``, ``context_id``, ``dataset``, ``source``,
-        ``condition``, ``temperature``, ``sample``, ``category``, ``follow_up`` and
-        ``follow_up_to_original`` (1, 0 or NaN)."""
+        """The turns before and after, with both verdicts: ``follow_up``, after what the model was
+        given, and how often they are follow-ups to the unchanged response."""
         (run,) = self.sampled.values()
-        for unperturbed in (False, True):  # after what the model was given; after the unchanged
-            judge = self.judge_arms(unperturbed=unperturbed)
-        self._note_changes(run)
-        turns = verdicts_of([*self.runs, run], judge).turns
-        like = self.decoding
-        alike = turns["temperature"].isin([0.0, *like["temperatures"]])
-        alike &= turns["sample"] < like["samples"]
-        used = pd.MultiIndex.from_frame(self.base[["run", "context_id"]])
-        before = pd.MultiIndex.from_frame(turns[["run", "context_id"]].astype(object)).isin(used)
-        turns = turns[(turns["run"] == str(run.path)) | (before & alike)].reset_index(drop=True)
-        keys = ["source", "context_id", "temperature", "sample", "drawn_tokens"]
-        judged = verdicts_of([run], judge + ON_UNPERTURBED).turns.set_index(keys)["follow_up"]
-        found = judged.reindex(pd.MultiIndex.from_frame(turns[keys])).to_numpy()
-        own = turns["perturbation"] == UNPERTURBED
-        names = turns["perturbation"].astype(object)
-        condition = pd.Categorical(names, [UNPERTURBED, *CONDITIONS], ordered=True)
-        turns = turns.assign(condition=condition)
-        turns[FITS_ORIGINAL] = np.where(own, turns["follow_up"], found)
-        texts = ["run", "context_id", "dataset", "source", "category"]
-        kept = [*texts, "condition", *keys[2:], "follow_up", FITS_ORIGINAL]
-        return turns[kept].astype(dict.fromkeys(texts, object))
-
-    def _note_changes(self, run: Run) -> None:
-        how = run.contexts["metadata"].map(lambda text: json.loads(text)["how"])
-        ways = how[run.contexts["perturbation"] == CONTRADICT].value_counts()
-        counts = ", ".join(f"{count} by a {way}" for way, count in ways.items())
-        if counts:
-            self.notes.append(
-                f"{NAMES[CONTRADICT]}: {counts} (how, in the metadata of each conversation)."
-            )
-        if unfinished := unfinished_text(self.base):
-            self.notes.append(f"{unfinished}.")
-        if HEADER_ONLY in self.args.conditions:
-            self.notes.append(
-                f"{NAMES[HEADER_ONLY]}: there is one greedy turn, which the judge is shown after "
-                "every query's response."
-            )
-
-    def follow_up_bits(self) -> pd.DataFrame:
-        """Contexts with a real follow-up: ``dataset``, ``source``, ``condition`` and its bits."""
-        (run,) = self.sampled.values()
-        own = self.base.assign(perturbation=UNPERTURBED)
-        frame = pd.concat([own, run.contexts], ignore_index=True)
-        bits = frame["real_follow_up_logprob"].astype(float) / np.log(2.0)
-        frame = frame.assign(source=sources_of(frame), condition=frame["perturbation"])
-        return frame.assign(**{BITS: bits})[bits.notna()].reset_index(drop=True)
-
-    # -- estimated --------------------------------------------------------------------------------
+        rows, like = super().rows(), self.decoding
+        alike = rows["temperature"].isin([0.0, *like["temperatures"]])
+        alike &= rows["sample"] < like["samples"]
+        changed = rows["perturbation"] != UNPERTURBED
+        names = ["category", "follow_up"]
+        rows.loc[changed, names] = verdicts_of([run], self.gate.judge).turns[names].to_numpy()
+        return rows.assign(term=rows["perturbation"])[changed | alike].reset_index(drop=True)
 
     def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
-        """Holm-corrected by quantity; all datasets together are a family of their own."""
-        found: list[TidyEstimate] = []
-        by, before = ["temperature", "condition"], {"condition": UNPERTURBED}
-        for dataset, here in by_dataset(rows):
-            names = {"outcome": FITS_ORIGINAL, "dataset": dataset, "level": self.args.level}
-            found += rates(rows[here], by, **names)
-            paired = {"within": "source", "seed": self.args.seed}
-            found += differences(rows[here], by, before, **paired, **names)
-        scored = self.follow_up_bits()
-        what = ["condition"], {BITS: (-np.inf, 0.0)}, {MINUS: before}, self.options
-        for dataset, here in by_dataset(scored):
-            found += arm_estimates(scored[here], *what, dataset)
-        return holm_corrected(found)
+        """Rates, and the likelihoods of real follow-ups in each context that has one."""
+        (run,) = self.sampled.values()
+        own = self.contexts.assign(perturbation=UNPERTURBED)
+        scored = pd.concat([own, run.contexts], ignore_index=True)
+        scored[BITS] = scored["real_follow_up_logprob"].astype(float) / np.log(2.0)
+        scored = scored.assign(source=sources_of(scored), term=scored["perturbation"])
+        scored = scored[scored[BITS].notna()]
+        return super().estimate(rows) + self.compare(scored, {BITS: (-np.inf, 0.0)}, ["term"])
 
     # -- shown ------------------------------------------------------------------------------------
 
-    @property
-    def fewer(self) -> str:
-        """Which samples and temperatures of the run are used, if not all."""
-        of, used = self.runs[0].settings, self.decoding
-        said = ""
-        if used["samples"] < of["samples"]:
-            said += f"; {used['samples']} of {of['samples']} samples (--samples)"
-        if len(used["temperatures"]) < len(of["temperatures"]):
-            said += f"; of sampled turns T = {used['temperatures'][0]:g} alone"
-        return said
-
     def tables(self, found: pd.DataFrame) -> list[Table]:
-        minus = "difference from the unchanged conversation, by query; p is Holm-corrected."
-        found = found.assign(condition=found["condition"].map(NAMES))
-        made = tables_of(
-            f"follow-ups to the unchanged response ({self.intervals}{self.fewer})",
-            found,
-            {RATE: ("rate", 2), DIFFERENCE: (MINUS, 2)},
-            detectable=DIFFERENCE,
-            most=1.0,
-            index=("dataset", "temperature", "condition"),
-            rows="turns",
-            legend="Rate: share of turns that the judge calls follow-ups to the unchanged "
-            f"response, whatever the model was given. Minus unchanged: {minus}",
-        )
-        made += tables_of(
-            f"real follow-ups after each change, bits ({self.intervals})",
-            found,
-            {BITS: ("log p", 1), BITS_DIFFERENCE: (MINUS, 1)},
+        return super().tables(found) + tables_of(
+            "real follow-ups after each change, bits",
+            found.assign(term=found["term"].replace(NAMES)),
+            self.columns_of(BITS, "log p", 1, "+.1f"),
             detectable=BITS_DIFFERENCE,
-            index=("dataset", "condition"),
+            index=("dataset", "term"),
             rows="follow-ups",
             legend="Log p: of the whole real follow-up at T = 1; its tokens are the same under "
-            f"each change. Minus unchanged: {minus}",
+            "each change. Differences are paired by query; p is Holm-corrected.",
         )
-        return made
 
     def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
-        from ia_mech.rates.figures import gate_title  # loads matplotlib
-
-        model = self.runs[0].model["name"]
-        found = all_datasets(found.assign(condition=found["condition"].map(NAMES)))
-        title, rows = gate_title(model, self.gate), only(found, DIFFERENCE)
-        change = "change of the rate of follow-ups to the unchanged response"
-        made: dict[str, Drawing] = {"rates": Bars(title, change, rows, names="condition")}
-        if len(rows := only(found, BITS_DIFFERENCE)):
-            title, change = f"{model} · real follow-ups", "change of log p of real follow-ups, bits"
-            made["real follow-ups"] = Bars(title, change, rows, names="condition")
-        return made
+        title = f"{self.runs[0].model['name']} · real follow-ups"
+        bits = all_datasets(only(found, BITS_DIFFERENCE))
+        bits = bits.assign(term=bits["term"].replace(NAMES))
+        of_bits = Bars(title, "change of log p of real follow-ups, bits", bits)
+        return {**super().figures(found), **({"real follow-ups": of_bits} if len(bits) else {})}
 
     def data(self, rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
-        rows = rows.drop(columns="source").astype({"condition": object})
+        names = ["run", "context_id", "dataset", "category", "condition", "temperature", "sample"]
+        names += ["drawn_tokens", "follow_up", FITS_ORIGINAL, IN_ROLE]
+        rows = rows.rename(columns={"term": "condition", RATE: FITS_ORIGINAL})[names]
         return {"turns": rows.assign(change=rows["condition"].map(NAMES))}
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         rates, bits = only(found, DIFFERENCE), only(found, BITS_DIFFERENCE)
-        most = int(all_datasets(rates)["sources"].max()) if len(rates) else 0
-        if most < LEAST:  # the sentence says already that these are too few
-            return Conclusion("The table has what was measured.", f"{self.gate.short}.")
-        said, rate_changed = [], False
-        for condition, words in CHANGES.items():
-            of_rate, of_bits = (of[of["condition"] == condition] for of in (rates, bits))
-            rate = "lowers the follow-up rate by", "raises the follow-up rate by"
-            real = "makes real follow-ups less likely by", "makes real follow-ups likelier by"
+        rate = "lowers the follow-up rate by", "raises the follow-up rate by"
+        real = "makes real follow-ups less likely by", "makes real follow-ups likelier by"
+        said, moved = [], False
+        for name, words in ((name, one.words) for name, one in CONDITIONS.items() if one.words):
+            of_rate, of_bits = (of[of["term"] == name] for of in (rates, bits))
             shown = shown_changes(of_rate, *rate), shown_changes(of_bits, *real, 1, " bits")
-            rate_changed |= bool(shown[0])
-            if any(shown):
-                said.append(f"{words} {' and '.join(filter(None, shown))}.")
-        few = out_of_reach("follow-up rate", rates)
-        nothing = f"With {most} queries no change of the response is shown to matter."
-        if few:
-            said.append(few)
-        elif said and not rate_changed:
-            said.append("The follow-up rate is not shown to change.")
-        if of_bits := out_of_reach("likelihood of real follow-ups", bits):
-            said.append(of_bits)
-        control = ""
-        bare = rates[rates["condition"] == HEADER_ONLY]
-        if len(bare) and few:
-            control = (
-                f"With {most} queries it can't be shown either that turns which were written "
-                "without any conversation are follow-ups less often. "
-            )
-        elif len(bare):
+            said += [f"{words} {' and '.join(filter(None, shown))}."] if any(shown) else []
+            moved |= bool(shown[0])
+        if not moved:
+            few = f"; {self.too_few}" if self.too_few else ""
+            said.append(f"No change of the response is shown to move the follow-up rate{few}.")
+        control, bare = "", rates[rates["term"] == HEADER_ONLY]
+        if len(bare):
             ways = "are follow-ups less often by", "are follow-ups more often by"
             how = shown_changes(bare, *ways) or "are not shown to be follow-ups less often"
             control = f"Turns that were written without any conversation {how}. "
-        return Conclusion(" ".join(said) or nothing, f"{control}{self.gate.short}.")
+        return Conclusion(" ".join(said), f"{control}{self.gate.short}.")
 
 
 main = Perturbations.main

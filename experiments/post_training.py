@@ -30,17 +30,17 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pandas as pd
 
-from experiments.arms import conversations_of, verdicts_of
-from experiments.control import arm_estimates
-from experiments.experiment import Conclusion, Experiment, Model, flag
-from experiments.outcome import EXCESS, OF_QUERIES, SiblingTurns, rates_by_query, unit_of
+from experiments.arms import conversations_of
+from experiments.experiment import Conclusion, Model, flag
+from experiments.judged import Arms
+from experiments.outcome import EXCESS, SiblingTurns, unit_of
 from experiments.shown import Bars, Drawing, only, tables_of
 from ia_mech.cli import (
     Parser,
@@ -56,7 +56,7 @@ from ia_mech.cli import (
 )
 from ia_mech.data.conversations import Conversation, open_conversations
 from ia_mech.errors import UserError
-from ia_mech.estimates import TidyEstimate, all_datasets, by_dataset, holm_corrected
+from ia_mech.estimates import TidyEstimate, all_datasets
 from ia_mech.rates.load import open_runs
 from ia_mech.results import Table
 from ia_mech.run import Run, layout
@@ -455,10 +455,13 @@ class ReadTurns(SiblingTurns):
         return rows.assign(temperature=self.turns[0][1])
 
 
-class Compare(Experiment):
+class Compare(Arms):
     name = "post_training"
-    siblings = judged = several_models = True
+    siblings = several_models = True
     queries_used = 20
+    less: ClassVar = {CHANGE: {"term": BEFORE}}
+    title = "the judge's labels"
+    legend = "Form alone doesn't raise the excess."
 
     @classmethod
     def build_parser(cls) -> argparse.ArgumentParser:
@@ -509,47 +512,34 @@ class Compare(Experiment):
     def run_for(self, unit: Any) -> Run:
         return self.runs[SIDES.index(unit.arm)]
 
+    @cached_property
+    def contexts(self) -> pd.DataFrame:
+        return pd.concat([query.contexts for query in self.sides[BEFORE]], ignore_index=True)
+
+    def compared(self) -> list[tuple[dict[str, Any], list[Run]]]:
+        return [({"term": side}, [run]) for side, run in zip(SIDES, self.runs, strict=True)]
+
+    def rows(self) -> pd.DataFrame:
+        return self.measure_units(self.units())
+
     def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
-        """Holm-corrected by quantity; all datasets together are a family of their own."""
         most = float(np.log2(rows["followed"].max() + 1))
         texts = [text_measures(of).assign(term=side) for side, of in self.sides.items()]
         own, fixed = rows[rows["term"] == rows["reader"]], rows[rows["reader"] == BEFORE]
-        compared: list[tuple[pd.DataFrame, Mapping[str, tuple[float, float]]]] = [
-            (own, {INFORMATION: (0.0, most)}),
-            (fixed, {EVIDENCE: (-np.inf, most)}),
-            (self.judged_rates(), OF_QUERIES),
-            (pd.concat(texts, ignore_index=True), dict.fromkeys((STOCK, ENDED), (0.0, 1.0))),
-        ]
-
-        less = {CHANGE: {"term": BEFORE}}
-        found: list[TidyEstimate] = []
-        for frame, bounds in compared:
-            for dataset, here in by_dataset(frame):
-                arms = frame[here], ["term", "temperature"], bounds, less
-                found += arm_estimates(*arms, self.options, dataset)
-        return holm_corrected(found)
-
-    def judged_rates(self) -> pd.DataFrame:
-        """Rates by temperature and query of both runs, and their excess over siblings."""
-        used = [query.source for query in self.sides[BEFORE]]
-        frames = []
-        for side, run in zip(SIDES, self.runs, strict=True):
-            judged = verdicts_of([run], self.args.judge)
-            self.notes += [note for note in judged.notes if note not in self.notes]
-            frames.append(rates_by_query(judged).assign(term=side))
-        rates = pd.concat(frames, ignore_index=True)
-        return rates[rates["source"].isin(used)]
+        found = self.compare(own, {INFORMATION: (0.0, most)})
+        found += self.compare(fixed, {EVIDENCE: (-np.inf, most)})
+        found += super().estimate(super().rows())
+        of_texts = dict.fromkeys((STOCK, ENDED), (0.0, 1.0))
+        return found + self.compare(pd.concat(texts, ignore_index=True), of_texts)
 
     # -- what is shown ----------------------------------------------------------------------------
 
     def tables(self, found: pd.DataFrame) -> list[Table]:
         def table(title: str, quantities: Sequence[str], legend: str) -> list[Table]:
-            columns: dict[Any, tuple[str, int | str]] = {}
+            columns: dict[str, tuple[str, int | str]] = {}
             for name in quantities:
-                columns |= {name: (name, 2), f"{name}, {CHANGE}": (CHANGE, 2)}
-            return tables_of(
-                title, found, columns, index=["dataset", "temperature", "term"], legend=legend
-            )
+                columns |= self.columns_of(name, name)
+            return tables_of(title, found, columns, index=("dataset", *self.by), legend=legend)
 
         made = table(
             f"what turns tell about their response ({self.intervals})",
@@ -557,12 +547,7 @@ class Compare(Experiment):
             "I_K: by the likelihoods of the model that wrote the turns; evidence: by those of the "
             "model before training, a lower bound. Changes are paired by query.",
         )
-        made += table(
-            "the judge's labels",
-            [*OF_QUERIES],
-            f"{EXCESS}: the rate minus the rate after another response to the same query. Form "
-            "alone doesn't raise it.",
-        )
+        made += super().tables(found)
         stock = f"{STOCK}: share of a turn's runs of three words that other queries' turns have."
         return made + table("user turns", [STOCK, ENDED], stock)
 

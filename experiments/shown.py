@@ -66,21 +66,6 @@ def too_few(queries: int, comparisons: int = 1) -> str:
     return f"{queries}; to show anything{after} takes at least {needed}"
 
 
-def out_of_reach(what: str, differences: pd.DataFrame) -> str:
-    """A sentence where the queries are too few for any of these tests, which are Holm-corrected
-    together, to show a change of ``what``; else an empty text."""
-    tested = all_datasets(differences)
-    tested = tested[tested["p_holm"].notna()]
-    most = int(tested["sources"].max()) if len(tested) else 0
-    needed = queries_needed(max(1, len(tested)))
-    if most >= needed or tested.empty:
-        return ""
-    return (
-        f"With {most} queries no change of the {what} can be shown: after the correction for "
-        f"{len(tested)} comparisons, that takes at least {needed}."
-    )
-
-
 def print_plan(lines: Mapping[str, str]) -> None:
     """Print what will be computed: name → what."""
     to, width = console(), max(18, *map(len, lines)) + 2

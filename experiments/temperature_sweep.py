@@ -34,17 +34,7 @@ from experiments.outcome import (
     openings_of,
     with_token_scores,
 )
-from experiments.shown import (
-    FLOOR,
-    LEAST,
-    Bars,
-    Drawing,
-    Lines,
-    only,
-    out_of_reach,
-    sentence_of,
-    tables_of,
-)
+from experiments.shown import FLOOR, Bars, Drawing, Lines, only, sentence_of, tables_of
 from ia_mech.errors import UserError
 from ia_mech.estimates import (
     ALL,
@@ -308,16 +298,12 @@ class TemperatureSweep(Experiment):
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         rates = sentence_of(f"{RATE} by temperature", only(found, RATE))
         less, deeper = only(found, RATE_DIFFERENCE), only(found, DEEPER, term=OTHER_TURNS[0])
-        control = f"{self.gate.short}."
-        if all_datasets(less)["sources"].max() < LEAST:
-            return Conclusion(rates, control)
         changed = shown_changes(
             less,
             "Turns are follow-ups less often than greedy turns, by",
             "Turns are follow-ups more often than greedy turns, by",
         )
-        few = out_of_reach("follow-up rate", less)
-        said = [changed or few or "No temperature is shown to change the follow-up rate", rates]
+        said = [changed or "No temperature is shown to change the follow-up rate", rates]
         if len(deeper):
             turns = "than other turns after the same response, by"
             apart = shown_changes(
@@ -331,7 +317,7 @@ class TemperatureSweep(Experiment):
                 or "Whether follow-ups lie nearer to the greedy turn than other turns do, or "
                 "farther from it, can't be told"
             )
-        return Conclusion(" ".join(f"{text.rstrip('.')}." for text in said), control)
+        return Conclusion(" ".join(f"{text.rstrip('.')}." for text in said), f"{self.gate.short}.")
 
 
 # -- estimates -------------------------------------------------------------------------------------

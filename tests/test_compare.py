@@ -6,8 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from experiments.compare import OPTIONS, SHARE, after_which, category_shares, values_of
-from experiments.control import estimate_means
+from experiments.compare import SHARE, after_which, category_shares, estimates
 from ia_mech.judge.rubric import BUILT_IN, CANNOT_ASSESS, FOLLOW_UP
 from ia_mech.run.sources import sources_of
 
@@ -38,7 +37,7 @@ def test_the_mean_of_shares_of_queries_has_the_interval_of_a_mean():
     shares = np.random.default_rng(0).binomial(16, 0.5, 60) / 16
     rows = pd.DataFrame({"source": [f"d/{n}" for n in range(60)], "value": shares})
     numbers = {"a": rows.assign(quantity=SHARE, term=FOLLOW_UP, turns="sampled")}
-    (found,) = estimate_means(values_of(numbers), OPTIONS)
+    (found,) = estimates(numbers)
     assert found.estimate.high - found.estimate.low < 5 * shares.std() / np.sqrt(60)  # not 13
 
 

@@ -10,7 +10,7 @@ from shell import call, refusal
 
 from experiments.control import best_elsewhere
 from experiments.elicit import GREEDY, OPENING, main
-from experiments.outcome import EXCESS, RATE, SIBLINGS, rates_by_query
+from experiments.outcome import EXCESS, IN_ROLE, ONCE_IN_ROLE, RATE, SIBLINGS, rates_of
 from ia_mech.judge import builtin_judge
 from ia_mech.judge.decoys import SIBLING
 from ia_mech.judge.judging import label_run
@@ -36,17 +36,20 @@ def test_arms_that_are_alike_have_no_gap_though_the_best_is_chosen():
 def test_rates_are_of_the_same_turns_after_their_own_response_and_after_siblings():
     rows = pd.DataFrame(
         [
-            {"source": "a", "own_follow_up": 1.0, "follow_up": 0.0},
-            {"source": "a", "own_follow_up": 1.0, "follow_up": 1.0},
-            {"source": "b", "own_follow_up": 0.0, "follow_up": np.nan},
-            {"source": "c", "own_follow_up": 0.0, "follow_up": 1.0},
+            {"source": "a", "own_follow_up": 1.0, "follow_up": 0.0, "out_of_role": 0.0},
+            {"source": "a", "own_follow_up": 1.0, "follow_up": 1.0, "out_of_role": 0.0},
+            {"source": "b", "own_follow_up": 0.0, "follow_up": np.nan, "out_of_role": 0.0},
+            {"source": "c", "own_follow_up": 0.0, "follow_up": 1.0, "out_of_role": 1.0},
+            {"source": "c", "own_follow_up": 0.0, "follow_up": 1.0, "out_of_role": 0.0},
         ]
     ).assign(temperature=0.0, dataset="d", decoy=SIBLING)
     judged = JudgedTurns(pd.DataFrame(), "me", {}, None, [], [], decoys=rows)
-    found = rates_by_query(judged).set_index("source")
+    found = rates_of(judged, siblings=True).set_index("source")
     assert found[RATE].to_dict() == {"a": 1.0, "c": 0.0}  # nothing is known of b's siblings
     assert found[SIBLINGS].to_dict() == {"a": 0.5, "c": 1.0}
     assert found[EXCESS].to_dict() == {"a": 0.5, "c": -1.0}
+    assert found[IN_ROLE].to_dict() == {"a": 1.0, "c": 0.5}
+    assert found[ONCE_IN_ROLE].to_dict() == {"a": 1.0, "c": 0.0}  # of the turns in role
 
 
 def test_the_command_lists_its_arms_and_samples_each_once(siblings, tmp_path, capfd):

@@ -21,7 +21,6 @@ from experiments.fit import Learning, SteeredContext, learn
 from experiments.learned_vector import (
     CHOSEN,
     LEARNED,
-    LESS,
     OWN,
     RANDOM,
     SIBLING,
@@ -44,7 +43,7 @@ from ia_mech.run import Run
 from ia_mech.stats import cluster_bootstrap
 from ia_mech.steering import SteeringVector
 
-OPENED = f"{EXCESS}, {LESS[SIBLING]}"
+OPENED = f"{EXCESS}, minus the siblings' vector"
 
 # -- learning --------------------------------------------------------------------------------------
 
@@ -180,7 +179,7 @@ def estimates_of(
     found = pd.DataFrame(
         {"quantity": row.quantity, **row.names, "value": row.estimate.value,
          "low": row.estimate.low, "high": row.estimate.high, "p": row.p_holm}
-        for row in one.estimate(pd.DataFrame(rows))
+        for row in one.estimate(pd.DataFrame(rows).assign(dataset="d"))
     )  # fmt: skip
     return found.set_index(["quantity", "term", "layer"]).sort_index(), one.notes
 
@@ -195,7 +194,7 @@ def test_the_layer_at_which_a_planted_gate_opens_is_found():
     opened = found.loc[(OPENED, CHOSEN)].iloc[0]
     assert opened["value"] == pytest.approx(11 / 16) and opened["low"] > 0
     assert found["p"][OPENED, OWN, 2] < 0.05 and found["p"][OPENED, OWN, 4] == 1
-    assert notes[-1].startswith("chosen layers: 2 by part 1, 2 by part 2, 2 by part")
+    assert notes[-1].startswith("chosen layers: 2 on part 1, 2 on part 2, 2 on part")
 
 
 def test_nothing_is_found_where_nothing_is_behind_the_gate():

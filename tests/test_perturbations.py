@@ -26,6 +26,7 @@ from experiments.change import (
     shuffle_sentences,
     truncate,
 )
+from experiments.outcome import IN_ROLE, ONCE_IN_ROLE, RATE
 from experiments.perturbations import (
     BITS,
     BITS_DIFFERENCE,
@@ -33,7 +34,6 @@ from experiments.perturbations import (
     DIFFERENCE,
     FITS_ORIGINAL,
     NAMES,
-    RATE,
     Perturbations,
     apply_condition,
     main,
@@ -89,7 +89,7 @@ def test_the_worked_arm_compares_turns_paired_by_query(plain, tmp_path, capfd):
         for labelled in (run.labelled("builtin") for run in (shorter, plain))
     ]
     less = (accepted[0] - accepted[1].loc[accepted[0].index]).mean()
-    rows = found[found["quantity"] == "follow-ups, minus the whole response's"]
+    rows = found[found["quantity"] == DIFFERENCE]
     rows = rows[rows["term"] == "without its last sentence"].set_index("temperature")["value"]
     pd.testing.assert_series_equal(rows, less, check_names=False, check_dtype=False)
 
@@ -132,7 +132,7 @@ def test_every_query_appears_under_every_condition_that_changes_it(plain, run):
         of[name] == everything for name in ("swap", "contradict", "generic_question", "header_only")
     )
     assert run.settings["seed"] == plain.settings["seed"]  # the same random numbers
-    assert run.settings["temperatures"] == [1.0] and run.settings["samples"] == 2
+    assert run.settings["temperatures"] == [0.5] and run.settings["samples"] == 2
 
 
 @pytest.mark.parametrize("condition", CONDITIONS)
@@ -142,7 +142,7 @@ def test_real_follow_ups_are_scored_in_the_context_that_the_condition_made(
     """Against one plain forward pass over context and turn."""
     chat = ChatFormat(tiny_subject.tokenizer)
     row = context(run, f"c2~{condition}")
-    messages, header = tuple(map(dict, row["messages"])), CONDITIONS[condition]
+    messages, header = tuple(map(dict, row["messages"])), CONDITIONS[condition].header
     conversation = Conversation("c2", "c2", "d", messages, row["real_follow_up"], header=header)
     made, turn = context_and_real_follow_up(chat, conversation)
     assert made.ids == row["token_ids"].tolist()
@@ -173,7 +173,7 @@ def test_both_verdicts_are_read_as_what_they_are(plain, run, turns):
     assert run.labels.record("judgements", "builtin" + ON_UNPERTURBED)["unperturbed"] is True
     unchanged = turns[turns["condition"] == "none"]
     assert unchanged[FITS_ORIGINAL].tolist() == unchanged["follow_up"].tolist()
-    assert len(unchanged) == len(plain.contexts) * 3 and set(unchanged["temperature"]) == {0, 1}
+    assert len(unchanged) == len(plain.contexts) * 3 and set(unchanged["temperature"]) == {0, 0.5}
 
 
 # -- estimates ------------------------------------------------------------------------------------
@@ -188,10 +188,10 @@ def pick(found: pd.DataFrame, quantity: str, **names) -> pd.Series:
 
 
 def test_rates_and_paired_differences_are_those_of_the_turns(turns, found):
-    at = turns[turns["temperature"] == 1.0].assign(source=lambda f: f["context_id"].str[:2])
+    at = turns[turns["temperature"] == 0.5].assign(source=lambda f: f["context_id"].str[:2])
     for condition in ("swap", "shuffle"):
         own, none = (at[at["condition"] == name] for name in (condition, "none"))
-        of = {"condition": condition, "temperature": 1.0}
+        of = {"term": condition, "temperature": 0.5}
         row = pick(found, RATE, **of)
         mean = cluster_mean(own[FITS_ORIGINAL], own["source"], proportion=True)
         ends = mean.value, mean.low, mean.high
@@ -211,17 +211,23 @@ def test_likelihoods_are_compared_in_bits_on_the_contexts_that_changed(plain, ru
         return scores.astype(float) / np.log(2)
 
     before, after = bits(plain), bits(run)
-    assert pick(found, BITS, condition="none")["value"] == pytest.approx(before.mean())
+    assert pick(found, BITS, term="none")["value"] == pytest.approx(before.mean())
     for condition in ("swap", "shuffle", "header_assistant"):
         own = after[after.index.str.endswith(f"~{condition}")]
         own.index = own.index.str.partition("~").get_level_values(0)
-        row = pick(found, BITS_DIFFERENCE, condition=condition)
+        row = pick(found, BITS_DIFFERENCE, term=condition)
         assert row["value"] == pytest.approx((own - before).mean())
         assert row["sources"] == len(own)
     # Tests of one quantity are corrected together.
     for _, rows in found[found["p"].notna()].groupby("quantity"):
         np.testing.assert_allclose(rows["p_holm"], holm(rows["p"].to_numpy()))
-    assert set(found.loc[found["p"].notna(), "quantity"]) == {DIFFERENCE, BITS_DIFFERENCE}
+    parts = {f"{part}, minus unchanged" for part in (IN_ROLE, ONCE_IN_ROLE)}
+    assert set(found.loc[found["p"].notna(), "quantity"]) == {DIFFERENCE, BITS_DIFFERENCE, *parts}
+    for _, one in found[found["quantity"] == RATE].iterrows():  # the parts' product is the rate
+        of = {"term": one["term"], "temperature": one["temperature"]}
+        once = found[(found["quantity"] == ONCE_IN_ROLE) & (found["term"] == of["term"])]
+        once = once.loc[once["temperature"] == of["temperature"], "value"].sum()
+        assert pick(found, IN_ROLE, **of)["value"] * once == pytest.approx(one["value"])
 
 
 # -- the command ----------------------------------------------------------------------------------
@@ -242,40 +248,37 @@ def test_the_second_time_nothing_is_sampled_and_no_model_is_loaded(
     assert tables <= set(after) and all(after[name] == before[name] for name in tables)
     assert files(plain.path) == base
     verdict = outcome.out.splitlines()[0]
-    assert re.match(
-        r"With \d queries no change of the follow-up rate can be shown: after the correction for "
-        r"16 comparisons, that takes at least 10\.",
-        verdict,
-    )
+    few = "9; to show anything after the correction for 16 comparisons takes at least 10."
+    assert verdict.endswith(f"No change of the response is shown to move the follow-up rate; {few}")
     assert "\nControl: " in outcome.out
     assert outcome.out.count("80 of 100 repetitions") == 2  # of tables
-    assert "With 9 queries it can't be shown either that turns" in outcome.out
     for named in ("no response (remove)", "first half of the response (truncate)"):
         assert f" {named} " in outcome.out
 
 
 def test_the_sentence_tells_only_changes_that_are_shown(plain, found):
-    args = Perturbations.build_parser().parse_args([str(plain.path)])
+    args = Perturbations.build_parser().parse_args([str(plain.path), "--conditions", "remove"])
     one = Perturbations([plain], args, Path())
     one.gate = one.verdicts.gate
     usual = {"dataset": "d", "sources": 24, "p_holm": 0.4, "low": -0.4, "high": 0.1}
     rows = [
-        {"quantity": quantity, "condition": condition, "temperature": t, "value": -0.25} | usual
+        {"quantity": quantity, "term": condition, "temperature": t, "value": -0.25} | usual
         for quantity in (DIFFERENCE, BITS_DIFFERENCE)
         for condition in CONDITIONS
         for t in ((0.0, 1.0) if quantity == DIFFERENCE else (np.nan,))
     ]
     told = pd.DataFrame(rows)
     nothing, control = one.conclude(told)
-    assert nothing == "With 24 queries no change of the response is shown to matter."
+    unmoved = "No change of the response is shown to move the follow-up rate."
+    assert nothing == unmoved
     assert "any conversation are not shown to be follow-ups less often. On" in control
-    removed = told["condition"] == "remove"
+    removed = told["term"] == "remove"
     told.loc[removed & (told["temperature"] == 1), ["p_holm", "high"]] = 0.01, -0.1
     told.loc[removed & told["temperature"].isna(), ["p_holm", "value", "low", "high"]] = (
         *(0.01, 5.0, 1.0),
         9.0,
     )
-    told.loc[(told["condition"] == "header_only"), ["p_holm", "high"]] = 0.01, -0.1
+    told.loc[(told["term"] == "header_only"), ["p_holm", "high"]] = 0.01, -0.1
     sentence, control = one.conclude(told)
     assert sentence == (
         "Removing the response lowers the follow-up rate by 0.25 [0.10, 0.40] at T = 1 and makes "
@@ -287,9 +290,7 @@ def test_the_sentence_tells_only_changes_that_are_shown(plain, found):
     )
     told.loc[told["quantity"] == DIFFERENCE, "p_holm"] = 0.4
     real = "Removing the response makes real follow-ups likelier by 5.0 [1.0, 9.0] bits."
-    assert one.conclude(told).sentence == f"{real} The follow-up rate is not shown to change."
-    few = one.conclude(told.assign(sources=4))
-    assert few.sentence == "The table has what was measured." and few.control.count(".") >= 1
+    assert one.conclude(told).sentence == f"{real} {unmoved}"
 
 
 def test_a_dry_run_writes_nothing_and_bad_input_is_refused(perturb, plain, folder, tmp_path):
@@ -304,6 +305,8 @@ def test_a_dry_run_writes_nothing_and_bad_input_is_refused(perturb, plain, folde
     swapped = perturb(plain.path, *out, "--dry-run", "--queries", "2", "--conditions", "swap")
     assert "2 conversations to sample" in swapped.out  # donors are of the whole run
     assert not (tmp_path / "out").exists()
+    colder = ("--temperatures", "0.7", "--dry-run")
+    assert "--temperatures 0.7: " in refused(plain.path, *out, *colder)
     holds = "holds other conversations, or other conditions, than these; give another --out"
     file = folder / "conditions" / "conversations.jsonl"
     assert refused(plain.path, "--out", folder, "--queries", "3").startswith(f"{file} {holds}")
@@ -382,15 +385,14 @@ def test_a_generic_question_is_asked_at_the_end():
 def test_the_final_number_becomes_another_one_and_nothing_else_changes():
     text = "There are 18 boxes. So 18 - 3 = 15. The answer is 15 boxes, or 15."
     for seed in SEEDS:
-        changed, how = contradict(text, "15", rng(seed))
-        assert how == "number"
+        changed = contradict(text, "15", rng(seed))
         head, _, tail = changed.partition("The answer is ")
         assert head == "There are 18 boxes. So 18 - 3 = 15. "
         said = tail.removesuffix(".").split(" boxes, or ")
         assert said[0] == said[1] and said[0] not in ("15", "18.0") and int(said[0]) >= 0
 
     # Where the response is wrong already, it must not become right.
-    drawn = {contradict("It is 4.", "5", rng(seed))[0] for seed in range(300)}
+    drawn = {contradict("It is 4.", "5", rng(seed)) for seed in range(300)}
     assert len(drawn) > 1 and not drawn & {"It is 4.", "It is 5."}
 
 
@@ -400,16 +402,17 @@ def test_the_final_number_becomes_another_one_and_nothing_else_changes():
 )
 def test_a_wrong_number_is_written_like_the_right_one(said, shape):
     for seed in SEEDS:
-        changed, _ = contradict(f"So it costs ${said}.", said, rng(seed))
+        changed = contradict(f"So it costs ${said}.", said, rng(seed))
         assert re.fullmatch(rf"So it costs \${shape}\.", changed), changed
         assert said not in changed
 
 
 @pytest.mark.parametrize("answer", [None, "8:50 am", "blue"])
 def test_without_a_numeric_answer_a_sentence_retracts(answer):
-    drawn = {contradict("Page 3 says so.", answer, rng(seed))[0] for seed in SEEDS}
+    drawn = {contradict("Page 3 says so.", answer, rng(seed)) for seed in SEEDS}
     assert drawn == {f"Page 3 says so. {one}" for one in changes.RETRACTIONS}
-    assert contradict("It is blue.", "4", rng())[1] == "retraction"  # no number to change
+    retracted = contradict("It is blue.", "4", rng())  # there is no number to change
+    assert retracted.removeprefix("It is blue. ") in changes.RETRACTIONS
 
 
 def test_times_ratios_and_words_with_digits_are_no_numbers():
@@ -465,16 +468,15 @@ def test_a_conversation_alone_in_its_dataset_has_no_other_response():
 def test_every_condition_leaves_all_but_the_response_and_the_header(builtin, tmp_path):
     swap, made = builtin[0].response, []
     for conversation in builtin[1:]:
-        for name, header in CONDITIONS.items():
+        for name, condition in CONDITIONS.items():
             changed = apply_condition(conversation, name, rng(), swap)
             validate(changed, "here")
             for kept in ("source_id", "dataset", "real_follow_up", "answer", "query"):
                 assert getattr(changed, kept) == getattr(conversation, kept)
             assert changed.messages[:-1] == conversation.messages[:-1]
             assert changed.id == f"{conversation.id}~{name}" and changed.perturbation == name
-            assert changed.header == header and changed.header in HEADERS
+            assert changed.header == condition.header and changed.header in HEADERS
             assert changed.metadata["unperturbed_response"] == conversation.response
-            assert changed.metadata["unperturbed_id"] == conversation.id
             assert conversation.metadata.items() <= changed.metadata.items()
             same = changed.response == conversation.response
             assert same == name.startswith("header")

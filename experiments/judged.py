@@ -1,0 +1,247 @@
+"""Turns under arms, judged and compared, paired by query.
+
+A subclass of :class:`Arms` declares what its arms are, and what each is compared with. How often
+turns are follow-ups is told with the two parts of that rate, *in role* and *once in role*. Where
+queries have several responses (``siblings``), what counts is the excess: the rate minus that of the
+same turns after siblings. ``docs/worked_arm.py`` is one to begin from.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, ClassVar
+
+import numpy as np
+import pandas as pd
+
+from experiments.arms import verdicts_of
+from experiments.control import estimate_best
+from experiments.experiment import Conclusion, Experiment
+from experiments.outcome import EXCESS, IN_ROLE, ONCE_IN_ROLE, RATE, SIBLINGS, rates_of
+from experiments.shown import Bars, Drawing, only, tables_of
+from ia_mech.estimates import (
+    ALL,
+    Group,
+    TidyEstimate,
+    all_datasets,
+    by_dataset,
+    by_quantity,
+    holm_corrected,
+    paired_row,
+)
+from ia_mech.judge.judging import ON_UNPERTURBED
+from ia_mech.results import Table
+from ia_mech.run import Run
+from ia_mech.run.sources import sources_of
+from ia_mech.stats import Estimate, cluster_mean
+
+UNCHANGED = "unchanged"  # the arm of the runs' own turns
+SHARES = (RATE, IN_ROLE, ONCE_IN_ROLE, SIBLINGS)  # of turns
+BOUNDS = dict.fromkeys(SHARES, (0.0, 1.0)) | {EXCESS: (-1.0, 1.0)}
+
+
+class Arms(Experiment):
+    """Turns under arms, and how they differ from those of other arms.
+
+    Class attributes:
+        by: the columns that name an arm.
+        less: words → what differs in the name of the arm that is subtracted.
+        unperturbed: the judge is shown turns after the responses as they were before a change.
+        controls: terms that the sentence leaves to the control.
+        title, legend, more: of the table of rates, the legend's last sentences, further columns.
+        words: terms, as tables and figures show them.
+    """
+
+    judged = True
+    by: ClassVar[Sequence[str]] = ("temperature", "term")
+    less: ClassVar[Mapping[str, Mapping[str, Any]]] = {"minus unchanged": {"term": UNCHANGED}}
+    unperturbed: ClassVar[bool] = False
+    controls: ClassVar[Sequence[str]] = ()
+    title: ClassVar[str] = "follow-ups by the judge"
+    legend: ClassVar[str] = ""
+    more: ClassVar[Mapping[str, tuple[str, int | str]]] = {}
+    words: ClassVar[Mapping[str, str]] = {}
+
+    # -- what is compared -------------------------------------------------------------------------
+
+    @property
+    def outcome(self) -> str:
+        """The quantity that counts."""
+        return EXCESS if self.siblings else RATE
+
+    @cached_property
+    def contexts(self) -> pd.DataFrame:
+        """The contexts of the runs whose turns are compared, as ``Query.contexts``."""
+        return pd.concat([query.contexts for query in self.queries], ignore_index=True)
+
+    def compared(self) -> Iterable[tuple[dict[str, Any], Sequence[Run]]]:
+        """The name of each arm, and its runs: usually the runs that were given, and each sampled
+        one."""
+        yield {"term": UNCHANGED}, self.runs
+        for name, run in self.sampled.items():
+            yield {"term": name}, [run]
+
+    def rows(self) -> pd.DataFrame:
+        """Rates of all arms (:func:`experiments.outcome.rates_of`), with the arms' names."""
+        arms = list(self.compared())
+        judge, found = self.judge_arms(), []
+        if self.unperturbed:
+            self.judge_arms(unperturbed=True)
+        for names, runs in arms:
+            changed = self.unperturbed and runs is not self.runs
+            judged = verdicts_of(runs, judge + ON_UNPERTURBED * changed)
+            if runs[0] in self.runs:
+                self.notes += [note for note in judged.notes if note not in self.notes]
+            rates = rates_of(judged, self.siblings)
+            if runs is self.runs and not self.siblings:
+                keys = ["run", "context_id"]
+                those = pd.MultiIndex.from_frame(self.contexts[keys])
+                rates = rates[pd.MultiIndex.from_frame(rates[keys]).isin(those)]
+            found.append(rates.assign(**names))
+        rows = pd.concat(found, ignore_index=True)
+        return rows[rows["source"].isin(set(sources_of(self.contexts)))].reset_index(drop=True)
+
+    def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
+        return self.compare(rows, BOUNDS)
+
+    def compare(
+        self,
+        rows: pd.DataFrame,
+        bounds: Mapping[str, tuple[float, float]],
+        by: Sequence[str] | None = None,
+    ) -> list[TidyEstimate]:
+        """Means of quantities, which have these bounds, and their differences: of all datasets
+        together and, if there are several, of each; Holm-corrected by :meth:`family`."""
+        by = list(by or self.by)
+        rows = rows.sort_values(by[:-1], kind="stable")
+        groups, found = dict(by_dataset(rows)), list[TidyEstimate]()
+        groups = groups if len(groups) > 1 else {ALL: np.ones(len(rows), dtype=bool)}
+        for dataset, here in groups.items():
+            what = rows[here], by, bounds, self.less, self.options, SHARES, dataset
+            found += arm_estimates(*what)
+        return holm_corrected(found, self.family)
+
+    def best_of(
+        self, ranked: pd.DataFrame, reported: pd.DataFrame, part: Mapping[str, int]
+    ) -> tuple[Estimate, str]:
+        """What an arm has that is best on other queries, and which arms those are, in words.
+
+        Args:
+            ranked, reported: by source and arm, by whose mean an arm is chosen, and what is read
+                off.
+            part: of each source, as of :func:`experiments.control.best_elsewhere`.
+        """
+        of = np.array([part[source] for source in ranked.index], dtype=int)
+        values = ranked.to_numpy().T, reported.to_numpy().T
+        found = estimate_best(*values, of, list(ranked.index), self.options)
+        best = [f"{ranked[of == one].mean().idxmax()} on part {one + 1}" for one in np.unique(of)]
+        return found, ", ".join(best)
+
+    def family(self, row: TidyEstimate) -> Any:
+        """Tests with the same are corrected together."""
+        return by_quantity(row)
+
+    # -- shown ------------------------------------------------------------------------------------
+
+    @property
+    def change(self) -> str:
+        """The quantity that counts, minus that of the first arm that is subtracted."""
+        return f"{self.outcome}, {next(iter(self.less))}"
+
+    def columns_of(
+        self, quantity: str, head: str, digits: int | str = 2, difference: str = "+.2f"
+    ) -> dict[str, tuple[str, int | str]]:
+        """The columns of a quantity and of its differences."""
+        of_less = {f"{quantity}, {words}": (words, difference) for words in self.less}
+        return {quantity: (head, digits), **of_less}
+
+    def tables(self, found: pd.DataFrame) -> list[Table]:
+        """What counts, and the rate's parts."""
+        found = found.assign(term=found["term"].replace(self.words))
+        rows = "queries" if self.siblings else "turns"
+        how: dict[str, Any] = {"index": ("dataset", *self.by), "rows": rows, "most": 1.0}
+        columns: dict[str, tuple[str, int | str]] = {RATE: ("follow-ups", 2)}
+        legend = "Differences are paired by query; p is Holm-corrected."
+        if self.siblings:
+            columns |= {
+                SIBLINGS: ("after siblings", 2),
+                **self.columns_of(EXCESS, "excess", "+.2f"),
+            }
+            legend = (
+                "Every query has the same weight. After siblings: the same turns, shown after "
+                "other responses to the same query; excess: the rate minus that, differences are "
+                f"of the excess. {legend}"
+            )
+        else:
+            columns |= self.columns_of(RATE, "follow-ups")
+        legend = f"{legend} {self.legend}".strip()
+        made = tables_of(
+            self.title, found, columns | {**self.more}, self.change, legend=legend, **how
+        )
+        return made + tables_of(
+            "the parts of the rate",
+            found,
+            self.columns_of(IN_ROLE, IN_ROLE) | self.columns_of(ONCE_IN_ROLE, ONCE_IN_ROLE),
+            legend="In role: the share of turns that neither repeat the conversation nor speak as "
+            "the assistant; once in role: the share of follow-ups among these.",
+            **how,
+        )
+
+    def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
+        from ia_mech.rates.figures import gate_title  # loads matplotlib
+
+        rows = all_datasets(only(found, self.change))
+        rows = rows.assign(term=rows["term"].replace(self.words))
+        title = gate_title(self.runs[0].model["name"], self.gate)
+        return {"arms": Bars(title, self.change, rows)}
+
+    def conclude(self, found: pd.DataFrame) -> Conclusion:
+        """The changes of what counts, then those of the controls."""
+        said = {
+            term: self.tested(f"{self.change}, of {self.words.get(term, term)}", rows, most=1)
+            for term, rows in only(found, self.change).groupby("term", sort=False)
+        }
+        control = " ".join([*(said.pop(term, "") for term in self.controls), f"{self.gate.short}."])
+        return Conclusion(" ".join(said.values()), control)
+
+
+def arm_estimates(
+    rows: pd.DataFrame,
+    by: Sequence[str],
+    bounds: Mapping[str, tuple[float, float]],
+    less: Mapping[str, Mapping[str, Any]],
+    options: dict[str, Any],
+    shares: Sequence[str] = SHARES,
+    dataset: str = ALL,
+) -> Iterator[TidyEstimate]:
+    """Means of arms, and their differences from others, paired by query.
+
+    Args:
+        rows: ``source``, the columns that name an arm, and values of quantities.
+        by: the columns that name an arm.
+        bounds: quantity → its bounds. One without values is left out.
+        less: words → what differs in the name of the arm that is subtracted; the difference is
+            called ``quantity, words``. No arm is subtracted from itself.
+        options: ``level``, ``resamples`` and ``seed``.
+        shares: quantities of which each value is a share of turns, or a turn's 0 or 1.
+        dataset: that the rows are of.
+    """
+    group = Group(np.array([]), options, {"dataset": dataset})
+    arms = dict(list(rows.groupby(list(by), sort=False)))
+    for key, own in arms.items():
+        names = dict(zip(by, key, strict=True))
+        others = {
+            words: arms.get(tuple((names | dict(other))[name] for name in by))
+            for words, other in less.items()
+        }
+        for quantity in (one for one in bounds if one in own and own[one].notna().any()):
+            values, sources, (least, most) = own[quantity], own["source"], bounds[quantity]
+            how = {"proportion": quantity in shares, "level": options["level"]}
+            mean = cluster_mean(values, sources, **how)
+            yield group.row(quantity, mean.clip(least, most), int(values.notna().sum()), **names)
+            for words, base in others.items():
+                if base is not None and base is not own:
+                    pair = values, sources, base[quantity], base["source"]
+                    row = paired_row(group, f"{quantity}, {words}", *pair, **names)
+                    estimate = row.estimate.clip(least - most, most - least)
+                    yield replace(row, estimate=estimate)
