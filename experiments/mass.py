@@ -34,7 +34,6 @@ from experiments.shown import Bars, Drawing, only, tables_of
 from ia_mech.cli import above_zero, coverage
 from ia_mech.errors import UserError
 from ia_mech.estimates import (
-    ALL,
     Group,
     TidyEstimate,
     all_datasets,
@@ -107,7 +106,7 @@ def masses(tokens: pd.DataFrame) -> pd.DataFrame:
     likeliest = tokens[tokens["greedy"]].set_index("context_id")
     for name in (SHARE, IN_ROLE, AFTER_WRONG):
         held = (tokens["p"] * tokens[name]).groupby(tokens["context_id"], sort=False)
-        found[f"{FIRST} {name}"] = held.sum(min_count=1)
+        found[f"{FIRST} {name}"] = held.sum(min_count=1).clip(upper=1)  # rounding
         found[f"{GREEDY} {name}"] = likeliest[name]
     assessed = tokens["p"].where(tokens[SHARE].notna(), 0.0)
     found[REST] = (1 - assessed.groupby(tokens["context_id"], sort=False).sum()).clip(lower=0)
@@ -202,7 +201,8 @@ class Mass(Experiment):
         """Of the first tokens that carry most of the mass, what each adds to its mean, and its mean
         probability."""
         sources = rows.groupby("context_id", sort=False)["source"].first()
-        group = Group(sources.to_numpy(), self.options, {"dataset": ALL})
+        *_, (dataset, _) = by_dataset(rows)  # all together, or the only one
+        group = Group(sources.to_numpy(), self.options, {"dataset": dataset})
         rows = rows.assign(carried=rows["p"] * rows[SHARE].fillna(0))
         for opening in rows.groupby("opening")["carried"].sum().nlargest(LISTED).index:
             of = rows[rows["opening"] == opening].groupby("context_id")[["carried", "p"]].sum()
