@@ -48,6 +48,7 @@ from ia_mech.stats import Estimate, dyadic_mean, dyadic_test
 
 COVERED = "probability of the openings"
 COVERED_UNDER = {arm: f"{COVERED} under the {arm} donor" for arm in (HIGH, LOW)}
+OWN_MASS = "donors' own masses, high minus low"
 HALF = "p that more than half is moved from here on"
 
 
@@ -244,6 +245,7 @@ class MovedMass(FollowUps):
         of, donors = self.contexts, self.donors
         about = pd.DataFrame({"source": of["source"].to_numpy()[donors["recipient"]]})
         for arm in ARMS:
+            about[f"mass {arm}"] = of[CHOOSING].to_numpy()[donors[arm]]
             about[f"query {arm}"] = of["source"].to_numpy()[donors[arm]]
             about[f"donor {arm}"] = of["context_id"].to_numpy()[donors[arm]]
         own = own.rename(columns={arm: f"own {arm}" for arm in ARMS})
@@ -267,6 +269,9 @@ class MovedMass(FollowUps):
             names = {name: row.names[name] for name in row.names if name not in CELL}
             found.append(replace(row, quantity=DONORS, names=names))
         for dataset, here in by_dataset(rows):
+            each = rows[here].drop_duplicates("source")
+            own = Group(each["source"].to_numpy(), self.options, {"dataset": dataset})
+            found.append(own.mean(OWN_MASS, each[f"mass {HIGH}"] - each[f"mass {LOW}"]))
             for (term, layer), cell in rows[here].groupby(CELL, sort=False):
                 names = {"dataset": dataset, "term": term, "layer": layer}
                 own = Group(cell["source"].to_numpy(), self.options, names)
@@ -318,10 +323,13 @@ class MovedMass(FollowUps):
                 {
                     UNCHANGED: ("recipients, unchanged", 2),
                     DONORS: ("high minus low donors", "+.2f"),
+                    OWN_MASS: ("by their own openings", "+.2f"),
                 },
                 index=("dataset",),
                 rows="recipients",
-                legend="Donors: their own distributions on the recipient's openings.",
+                legend="Donors: their own distributions on the recipient's openings. By their own "
+                "openings: their masses, by which they were chosen. What isn't in the former isn't "
+                "in the probabilities of first tokens, but in what these open.",
             ),
         ]
 

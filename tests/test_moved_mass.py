@@ -1,6 +1,5 @@
 """The follow-up mass under states of donors: a planted model, families, and what is refused."""
 
-import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -70,3 +69,81 @@ def test_the_mass_travels_with_the_state_that_decides_the_first_token(used, comm
     assert moved["turn_end", 3] == 0 and moved["header_last", 4] == pytest.approx(wanted, abs=0.01)
     line = refusal(command(interchange.main, used.path, *words, "--category", "degenerate"))
     assert line.startswith("--category is of --outcome follow-up")
+
+
+LAST, TOKENS, LABELS = 30, [5, 7, 9], [(1.0, 1.0), (0.0, 1.0), (0.0, 0.0)]
+
+
+def under_states(family: str, states: list[np.ndarray]) -> tuple[MassUnder, Model]:
+    """A recipient whose last two tokens have states of four donors after each layer."""
+    subject = Subject(ModelSpec(family), tiny.model(family), None, "")
+    cells = [("both", layer, (0, 1)) for layer in range(1, 5)]
+    context = tuple(tiny.prompt(LAST, 0))
+    unit = MassUnder("s", "d", 1, context, 2, cells, states, TOKENS, LABELS, 0.7)
+    return unit, Model(subject, SimpleNamespace(stop_ids=[tiny.EOS]))
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_masses_are_those_of_a_whole_pass_with_the_states_and_after_the_last_layer_of_the_donor(
+    family,
+):
+    model, at = tiny.model(family), (LAST - 2, LAST - 1)
+    with torch.inference_mode():
+        donors = prefill(model, [Prefix(tiny.prompt(LAST, 1 + n), at) for n in range(len(ARMS))])
+        states = [donors.residuals[:, layer].float().numpy() for layer in range(1, 5)]
+        unit, subject = under_states(family, states)
+        found = unit.rows(subject).set_index("layer")
+
+        def masses(logits: torch.Tensor) -> list[float]:
+            p = (logits / 0.7).softmax(-1)[TOKENS].tolist()
+            return [p[0], p[0] + p[1], sum(p)]
+
+        for number, arm in enumerate(ARMS):
+            columns = [arm, f"{IN_ROLE} {arm}", f"{COVERED} {arm}"]
+            for layer in range(1, 5):
+                put = Replace(layer, at, donors.residuals[number, layer])
+                whole = prefill(model, [Prefix(unit.context, (), (put,))])
+                got = found.loc[layer, columns].tolist()
+                assert got == pytest.approx(masses(whole.logits[0]), rel=1e-4, abs=1e-7)
+            assert got == pytest.approx(masses(donors.logits[number]), rel=1e-4, abs=1e-7)
+        plain = masses(prefill(model, [Prefix(unit.context)]).logits[0])
+    assert found["unchanged"].tolist() == pytest.approx([plain[0]] * 4, rel=1e-4)
+
+
+def test_own_states_that_change_a_bit_are_refused(monkeypatch):
+    unit, model = under_states("llama", [np.zeros((4, 2, 32), np.float32)] * 4)
+    whole = Replace.apply
+    monkeypatch.setattr(Replace, "apply", lambda self, own: whole(self, own) * (1 + 1e-6))
+    with pytest.raises(UserError, match="own states, put where they were, change"):
+        unit.rows(model)
+
+
+def drawn(rng: np.random.Generator, onset: int, queries: int = 40) -> pd.DataFrame:
+    """Of six layers the share of the donors' difference that is moved rises by a fifth a layer and
+    is above a half from the onset on, with an effect of each recipient."""
+    source = np.array([f"q{i}" for i in range(queries)])
+    parts = []
+    apart, noise = rng.normal(0.3, 0.1, queries).clip(0, 1), rng.normal(0, 0.1, (7, queries))
+    for layer in range(1, 7):
+        share = np.clip(0.6 + (layer - onset) * 0.2, 0, 1) if layer < 6 else 1.0
+        moved = share * apart + noise[layer] * (layer < 6)
+        parts.append(pd.DataFrame({"layer": layer, "source": source, "high": moved, "low": 0.0}))
+        parts[-1]["own high"], parts[-1]["own low"] = apart, 0.0
+    rows = pd.concat(parts, ignore_index=True)
+    for arm, by in (("high", 1), ("low", 2)):
+        rows[f"query {arm}"] = np.tile(np.roll(source, by), 6)
+    return rows
+
+
+def test_the_confidence_set_holds_the_layer_from_which_more_than_half_is_moved():
+    rng, held, size = np.random.default_rng(0), 0, 0
+    for _ in range(60):
+        found = {
+            row.names["layer"]: row.estimate.value for row in half_moved(drawn(rng, 3), "d", 0.95)
+        }
+        kept = [layer for layer, p in found.items() if p > 0.05]
+        held, size = held + (3 in kept), size + len(kept)
+    assert held >= 53 and size / 60 < 3  # 57 expected at least; three standard deviations
+    rows = drawn(rng, 3).assign(**{"high": 0.0, "own high": 0.0})
+    assert not list(half_moved(rows, "d", 0.95))
+    assert spans([7, 3, 4, 5]) == "3–5, 7"
