@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 import tiny
 import torch
+from runs import sampled as made_run
 from shell import call, refusal
 from test_interchange import BLOCK, SHARES, Marked, sampled
 
@@ -14,12 +15,14 @@ from experiments import interchange, mass
 from experiments.control import ARMS, DONORS, EQUAL, MOVED, RATIO, UNCHANGED
 from experiments.experiment import Model
 from experiments.moved_mass import COVERED, HALF, MassUnder, half_moved, spans
-from experiments.outcome import IN_ROLE
+from experiments.outcome import IN_ROLE, lens_masses
 from ia_mech.engine.intervene import Replace
 from ia_mech.engine.state import Prefix, prefill
 from ia_mech.errors import UserError
+from ia_mech.lens import read_lens
 from ia_mech.models.load import ModelSpec, Subject
 from ia_mech.run import Run
+from ia_mech.settings import Settings
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +72,27 @@ def test_the_mass_travels_with_the_state_that_decides_the_first_token(used, comm
     assert moved["turn_end", 3] == 0 and moved["header_last", 4] == pytest.approx(wanted, abs=0.01)
     line = refusal(command(interchange.main, used.path, *words, "--category", "degenerate"))
     assert line.startswith("--category is of --outcome follow-up")
+
+
+def test_the_lens_gives_each_layer_its_mass_and_the_last_one_the_model_s(tokenizer, tmp_path):
+    subject = tiny.subject("llama", tokenizer)
+    how = {"model": subject.spec.name, "limit": 3, "temperatures": 0.7, "max_new_tokens": 2}
+    run = made_run(Settings(**how, first_tokens=0.3), subject, tmp_path / "run")
+    turns = run.generations[run.generations["temperature"] > 0]
+    turns = turns.assign(token=[int(ids[0]) for ids in turns["token_ids"]], covered=1.0)
+    turns["third"] = (turns["sample"] % 3 == 0).astype(float)
+    openings = turns.astype({"context_id": object}).set_index(["context_id", "token"])
+    lens = read_lens(subject, list(range(3, 30)))
+    found = lens_masses(run, openings[["third", "covered"]], lens, 0.7)
+    assert found.shape == (len(run.layers), 2, len(run.contexts))
+    for number, context in enumerate(run.contexts["context_id"]):
+        own = turns[turns["context_id"] == context]
+        p = np.exp(own["logprob_tempered"].to_numpy(float))
+        wanted = [p @ own["third"].to_numpy(), p.sum()]
+        assert found[-1, :, number] == pytest.approx(wanted, rel=1e-4)
+        states = run.residuals(1, "header_last")[number]
+        p = (lens.logits(states) / 0.7).softmax(-1)[own["token"].tolist()].numpy()
+        assert found[1, 1, number] == pytest.approx(p.sum(), rel=1e-4)
 
 
 LAST, TOKENS, LABELS = 30, [5, 7, 9], [(1.0, 1.0), (0.0, 1.0), (0.0, 0.0)]
