@@ -98,9 +98,9 @@ def test_the_lens_gives_each_layer_its_mass_and_the_last_one_the_model_s(tokeniz
 LAST, TOKENS, LABELS = 30, [5, 7, 9], [(1.0, 1.0), (0.0, 1.0), (0.0, 0.0)]
 
 
-def under_states(family: str, states: list[np.ndarray]) -> tuple[MassUnder, Model]:
+def under_states(model, states: list[np.ndarray]) -> tuple[MassUnder, Model]:
     """A recipient whose last two tokens have states of four donors after each layer."""
-    subject = Subject(ModelSpec(family), tiny.model(family), None, "")
+    subject = Subject(ModelSpec("tiny"), model, None, "")
     cells = [("both", layer, (0, 1)) for layer in range(1, 5)]
     context = tuple(tiny.prompt(LAST, 0))
     unit = MassUnder("s", "d", 1, context, 2, cells, states, TOKENS, LABELS, 0.7)
@@ -115,7 +115,7 @@ def test_masses_are_those_of_a_whole_pass_with_the_states_and_after_the_last_lay
     with torch.inference_mode():
         donors = prefill(model, [Prefix(tiny.prompt(LAST, 1 + n), at) for n in range(len(ARMS))])
         states = [donors.residuals[:, layer].float().numpy() for layer in range(1, 5)]
-        unit, subject = under_states(family, states)
+        unit, subject = under_states(model, states)
         found = unit.rows(subject).set_index("layer")
 
         def masses(logits: torch.Tensor) -> list[float]:
@@ -135,7 +135,7 @@ def test_masses_are_those_of_a_whole_pass_with_the_states_and_after_the_last_lay
 
 
 def test_own_states_that_change_a_bit_are_refused(monkeypatch):
-    unit, model = under_states("llama", [np.zeros((4, 2, 32), np.float32)] * 4)
+    unit, model = under_states(tiny.model("llama"), [np.zeros((4, 2, 32), np.float32)] * 4)
     whole = Replace.apply
     monkeypatch.setattr(Replace, "apply", lambda self, own: whole(self, own) * (1 + 1e-6))
     with pytest.raises(UserError, match="own states, put where they were, change"):
