@@ -8,8 +8,8 @@ chooses. The runner and the statistics are the same for all:
 - ``follow-up``: the recipient is a context whose greedy turn isn't a follow-up. Turns are sampled
   after it with parts of donors: of two with a high and a low share of follow-ups, and of two with
   equal shares. Its turns are kept as a run of their own, and judged.
-- ``first-token``: the same, but nothing is drawn. What is measured is the probability that the
-  first token opens a follow-up, as judged after other queries.
+- ``mass``: the same, but nothing is drawn: what moves is the follow-up mass
+  (:mod:`experiments.moved_mass`).
 """
 
 import argparse
@@ -50,13 +50,10 @@ from experiments.outcome import (
     SCORING,
     SiblingContexts,
     bits_by_cell,
-    first_token_masses,
-    openings_of,
     parts_of,
     shares_of,
     siblings_of,
     with_own_scores,
-    with_token_scores,
 )
 from experiments.shown import Bars, Drawing, Lines, only, tables_of
 from ia_mech.cli import above_zero, whole_from
@@ -81,7 +78,7 @@ LESS_FIRST = "bits, minus the first token's"
 EXCHANGED = "interchange"  # the perturbation of sampled contexts, and the key of their metadata
 TEMPERATURE = 0.7
 SAMPLES = 16
-BY_BITS, BY_FOLLOW_UPS, BY_FIRST_TOKENS = "bits", "follow-up", "first-token"
+BY_BITS, BY_FOLLOW_UPS, BY_MASS = "bits", "follow-up", "mass"
 
 
 class Grid(Experiment):
@@ -610,105 +607,3 @@ class FollowUps(Grid):
             alone = cell_of(first.iloc[0], "+.2f")
             control += f"Under the donors' first tokens alone the share differs by {alone}. "
         return Conclusion(sentence, f"{control}{self.gate.short}.")
-
-
-# -- first tokens ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Masses(Unit):
-    """A recipient under states of its donors.
-
-    Attributes:
-        contexts: token ids of the recipient, then of the donors.
-        cells: term and layer of each, and its tokens in each context.
-        openings: ids of first tokens, and what share of the turns that each opens are follow-ups.
-    """
-
-    contexts: list[tuple[int, ...]]
-    cells: list[tuple[str, int, list[tuple[int, ...]]]]
-    openings: tuple[list[int], list[float]]
-    temperature: float
-
-    def rows(self, model: Model) -> pd.DataFrame:
-        """A row per cell: the mass under each donor's states, of each donor, and unchanged."""
-        import torch
-
-        from ia_mech.engine.intervene import Replace
-        from ia_mech.engine.state import Prefix, prefill_all
-
-        def masses(prefixes: list[Prefix]) -> tuple[np.ndarray, Any, list[int]]:
-            groups, order = prefill_all(model.subject.model, prefixes, model.on_tokens)
-            logits = torch.cat([one.logits.cpu() for one in groups])
-            ids, share = (np.array(one) for one in self.openings)
-            shares = [np.tile(share, (len(logits), 1))]
-            found = first_token_masses(logits, [self.temperature], [], ids, shares)[2][:, 0]
-            return found[np.argsort(order)], groups, order
-
-        places = [
-            sorted({at for *_, each in self.cells for at in each[k]})
-            for k in range(len(self.contexts))
-        ]
-        with torch.inference_mode():
-            plain = [Prefix(ids, at) for ids, at in zip(self.contexts, places, strict=True)]
-            own, groups, order = masses(plain)
-            kept = torch.cat([one.residuals for one in groups if one.residuals is not None])
-            states = {number: kept[at] for at, number in enumerate(order)}
-            under, donors = [], range(1, len(self.contexts))
-            for _, layer, each in self.cells:  # one cell's contexts are held at a time
-                at = [[places[k].index(one) for one in each[k]] for k in range(len(each))]
-                put = (Replace(layer, each[0], states[k][layer, at[k]]) for k in donors)
-                under.append(masses([Prefix(self.contexts[0], (), (one,)) for one in put])[0])
-        found = pd.DataFrame(under, columns=list(ARMS))
-        found[["term", "layer"]] = [cell[:2] for cell in self.cells]
-        values = {f"own {arm}": one for arm, one in zip(ARMS, own[1:], strict=True)}
-        return found.assign(unchanged=own[0], **values)
-
-
-class FirstTokens(FollowUps):
-    """How far the probability of opening a follow-up moves with a part of a donor."""
-
-    flags = ("temperature",)
-
-    @property
-    def measured(self) -> str:
-        return "the probability that the first token opens a follow-up"
-
-    def read(self) -> None:
-        super().read()
-        self.openings = openings_of(with_token_scores(self.verdicts.turns, self.runs))
-
-    def arms(self) -> Mapping[str, Arm]:
-        return {}
-
-    def units(self) -> Iterator[Unit]:
-        yield from super().units()
-        yield from self.masses()
-
-    def masses(self) -> Iterator[Masses]:
-        cells = [(cell, cell.change) for cell in self.cells()]
-        for one in self.donors.to_dict("records"):
-            rows = [self.rows_of_contexts.iloc[one[name]] for name in ("recipient", *ARMS)]
-            contexts = [tuple(row["token_ids"].tolist()) for row in rows]
-            query = self.contexts["source"][one["recipient"]], rows[0]["dataset"]
-            share = self.openings.of_others([query[0]])[0][0]
-            places = [
-                (cell.term, cell.layer, [positions_of(r["positions"], x.tokens) for r in rows])
-                for cell, x in cells
-                if isinstance(x, Replaced)
-            ]
-            tokens = sum(map(len, contexts)) + len(ARMS) * len(places) * len(contexts[0])
-            openings = self.openings.ids.tolist(), share.tolist()
-            yield Masses(*query, tokens, contexts, places, openings, self.args.temperature)
-
-    def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
-        """Nothing is beyond the first token."""
-        return [row for row in super().estimate(rows) if row.quantity != BEYOND]
-
-    def rows(self) -> pd.DataFrame:
-        self._own = len(self.measure_units(super().units(), "putting in own states"))
-        table = self.measure_units(self.masses(), "first tokens under states")
-        sources = self.contexts["source"].to_numpy()
-        donors = self.donors.assign(source=sources[self.donors["recipient"]])
-        named = donors[[*ARMS]].map(lambda at: sources[at]).add_prefix("query ")
-        return table.merge(pd.concat([donors["source"], named], axis=1), on="source")

@@ -18,12 +18,17 @@ Cost: 68 contexts per query, each prefilled and sampled anew (60 queries of the 
 hours on a CPU).
 
 With --outcome bits, states of siblings are put in, and it is measured how many bits turns tell
-about the sibling whose state it is, as in ia-mech locate. With --outcome first-token nothing is
-drawn: it is the probability that the first token opens a follow-up (as judged after other queries)
-that may travel; after the last layer it does by construction.
+about the sibling whose state it is, as in ia-mech locate.
+
+With --outcome mass nothing is drawn: it is the follow-up mass that may travel. It takes ia-mech
+mass before, and any number of samples. The first tokens that count are the recipient's own, as they
+were judged after it. The state of the header's last token is put in after every layer. After the
+last one it brings the donor's own distribution, by construction; a confidence set says from which
+layer on more than half of that is moved. Cost: a prefill and a few single tokens a query.
 
     ia-mech interchange cache/RUN
     ia-mech interchange cache/RUN --category repeats_response --dry-run
+    ia-mech interchange cache/RUN --outcome mass   # after ia-mech mass cache/RUN
     ia-mech interchange cache/RUN --outcome bits   # any run with four responses per query
 """
 
@@ -38,15 +43,8 @@ import pandas as pd
 from experiments.change import OWN, Cell, Replaced, Whole
 from experiments.control import FIRST
 from experiments.experiment import flag
-from experiments.grid import (
-    BY_BITS,
-    BY_FIRST_TOKENS,
-    BY_FOLLOW_UPS,
-    Bits,
-    FirstTokens,
-    FollowUps,
-    Grid,
-)
+from experiments.grid import BY_BITS, BY_FOLLOW_UPS, BY_MASS, Bits, FollowUps, Grid
+from experiments.moved_mass import MovedMass
 from ia_mech.cli import whole_from
 from ia_mech.errors import UserError
 
@@ -65,15 +63,16 @@ class Interchange(Grid):
     outcomes: ClassVar = {
         BY_FOLLOW_UPS: FollowUps,
         BY_BITS: Bits,
-        BY_FIRST_TOKENS: FirstTokens,
+        BY_MASS: MovedMass,
     }
 
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
         super().add_flags(parser)
-        add, where = partial(flag, parser), "where states are put (default: all four)"
+        add = partial(flag, parser)
+        where = f"where states are put (default: all four; {LAST} of {BY_MASS})"
         add("--tokens", str, None, where, nargs="+", choices=TOKENS, metavar="TOKEN")
-        after = "after which (default: 1, 3, 5 and 7 eighths of them)"
+        after = f"after which (default: 1, 3, 5 and 7 eighths of them; all of {BY_MASS})"
         add("--layers", whole_from(1), None, after, nargs="+", metavar="L")
 
     @cached_property
@@ -90,7 +89,7 @@ class Interchange(Grid):
         if self.args.outcome != BY_BITS:
             kept = kept.intersection(*(run.positions for run in self.runs))
         header = tuple(name for name in there.index if name.startswith("header_") and name in kept)
-        wanted = self.args.tokens or TOKENS
+        wanted = self.args.tokens or ((LAST,) if self.of_mass else TOKENS)
         places = {place: header if place == HEADER else (place,) for place in TOKENS}
         found = {at: places[at] for at in wanted if places[at] and {*places[at]} <= kept}
         if not found:
@@ -98,16 +97,22 @@ class Interchange(Grid):
                 f"{self.runs[0].path} keeps no state at {', '.join(wanted)}",
                 "sample again with --positions all",
             )
-        return found | ({FIRST: (LAST,)} if LAST in found else {})
+        return found | ({FIRST: (LAST,)} if LAST in found and not self.of_mass else {})
+
+    @property
+    def of_mass(self) -> bool:
+        return self.args.outcome == BY_MASS
 
     def cells(self) -> list[Cell]:
-        """Places, each after each layer, but for the control, which is after the last one.
+        """Places, each after each layer, but for the control, which is after the last one. Of the
+        follow-up mass the header's last token after the last layer is always among them.
 
         Raises:
             UserError: the model has no such layer.
         """
         depth = self.runs[0].model["layers"]
-        layers = sorted({*(self.args.layers or exchanged_layers(depth))})
+        usual = range(1, depth + 1) if self.of_mass else exchanged_layers(depth)
+        layers = sorted({*(self.args.layers or usual)})
         if layers[-1] > depth:
             raise UserError(f"--layers {layers[-1]}: the model has {depth}", "give 1 to that")
         found = [
@@ -115,6 +120,8 @@ class Interchange(Grid):
             for place, positions in self.tokens.items()
             for layer in ([depth] if place == FIRST else layers)
         ]
+        if self.of_mass and (LAST not in self.tokens or depth not in layers):
+            found.append(Cell(LAST, Replaced((LAST,), depth), depth, every=True))
         own = [Cell(OWN, Whole(), every=True)] if self.args.outcome == BY_BITS else []
         return [*own, *found]
 

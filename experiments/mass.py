@@ -29,12 +29,11 @@ import pandas as pd
 from experiments.arms import Arm, conversations_of
 from experiments.experiment import Conclusion, Experiment, flag
 from experiments.grid import TEMPERATURE
-from experiments.outcome import IN_ROLE, ONCE_IN_ROLE, parts_of
-from experiments.shown import Bars, Drawing, only, tables_of
+from experiments.outcome import IN_ROLE, ONCE_IN_ROLE, lens_masses, parts_of
+from experiments.shown import Bars, Drawing, Lines, only, tables_of
 from ia_mech.cli import above_zero, coverage
 from ia_mech.errors import UserError
 from ia_mech.estimates import (
-    ALL,
     Group,
     TidyEstimate,
     all_datasets,
@@ -56,6 +55,8 @@ SHARE, RATE, AFTER_WRONG = "share", "follow-ups", "after a wrong conversation"
 REST, MODE, LESS = "not covered", "probability of greedy's first token", " minus greedy's"
 EVERY, NONE, IS = "all conversations", "greedy turn is none", "greedy turn is a follow-up"
 CARRIED, PROBABILITY = "adds to the follow-up mass", "mean probability"
+LENS = {SHARE: "mass by the lens", IN_ROLE: "in role by the lens", REST: "covered by the lens"}
+OF_COVERED = "mass by the lens, of what is covered"
 LISTED = 12  # first tokens that are shown
 EPSILON = 1e-12  # in place of a share of 0 by which nothing is divided
 
@@ -107,7 +108,7 @@ def masses(tokens: pd.DataFrame) -> pd.DataFrame:
     likeliest = tokens[tokens["greedy"]].set_index("context_id")
     for name in (SHARE, IN_ROLE, AFTER_WRONG):
         held = (tokens["p"] * tokens[name]).groupby(tokens["context_id"], sort=False)
-        found[f"{FIRST} {name}"] = held.sum(min_count=1)
+        found[f"{FIRST} {name}"] = held.sum(min_count=1).clip(upper=1)  # rounding
         found[f"{GREEDY} {name}"] = likeliest[name]
     assessed = tokens["p"].where(tokens[SHARE].notna(), 0.0)
     found[REST] = (1 - assessed.groupby(tokens["context_id"], sort=False).sum()).clip(lower=0)
@@ -123,6 +124,7 @@ class Mass(Experiment):
         **Experiment.columns,
         "decoding": "str",
         "opening": "str",
+        "layer": "Int64",
     }
 
     @classmethod
@@ -166,7 +168,7 @@ class Mass(Experiment):
                 if len(own):
                     names = {"dataset": dataset, "term": term}
                     found += self._decodings(own, Group(own["source"], self.options, names))
-        return [*holm_corrected(found), *self._openings(rows)]
+        return [*holm_corrected(found), *self._openings(rows), *self._by_lens(rows, each)]
 
     def _decodings(self, own: pd.DataFrame, group: Group) -> Iterator[TidyEstimate]:
         """Follow-ups and their two parts, by how much of a turn is drawn."""
@@ -178,7 +180,7 @@ class Mass(Experiment):
                 continue
             yield group.mean(RATE, share, proportion=True, decoding=decoding)
             yield group.mean(IN_ROLE, role, proportion=True, decoding=decoding)
-            yield self._once_in_role(share, role, group, decoding)
+            yield self._ratio(ONCE_IN_ROLE, share, role, group, decoding=decoding)
             if (wrong := f"{decoding} {AFTER_WRONG}") in own and own[wrong].notna().any():
                 yield group.mean(AFTER_WRONG, own[wrong], proportion=True, decoding=decoding)
             if decoding != GREEDY and group.names["term"] == EVERY:
@@ -187,28 +189,57 @@ class Mass(Experiment):
                     pair = values, own["source"], base, own["source"]
                     yield paired_row(group, f"{quantity}{LESS}", *pair, decoding=decoding)
 
-    def _once_in_role(
-        self, share: pd.Series, role: pd.Series, group: Group, decoding: str
+    def _ratio(
+        self, quantity: str, over: pd.Series, under: pd.Series, group: Group, **names: Any
     ) -> TidyEstimate:
-        values, parts = share.fillna(0).to_numpy(), role.fillna(0).to_numpy()
+        values, parts = over.fillna(0).to_numpy(), under.fillna(0).to_numpy()
 
         def ratio(counts: np.ndarray) -> np.ndarray:
             return (counts @ values) / np.maximum(counts @ parts, EPSILON)
 
         (estimate,) = cluster_bootstrap(ratio, list(group.sources), **self.options)
-        return group.row(ONCE_IN_ROLE, estimate, len(values), decoding=decoding)
+        return group.row(quantity, estimate, len(values), **names)
 
     def _openings(self, rows: pd.DataFrame) -> Iterator[TidyEstimate]:
         """Of the first tokens that carry most of the mass, what each adds to its mean, and its mean
         probability."""
         sources = rows.groupby("context_id", sort=False)["source"].first()
-        group = Group(sources.to_numpy(), self.options, {"dataset": ALL})
+        *_, (dataset, _) = by_dataset(rows)  # all together, or the only one
+        group = Group(sources.to_numpy(), self.options, {"dataset": dataset})
         rows = rows.assign(carried=rows["p"] * rows[SHARE].fillna(0))
         for opening in rows.groupby("opening")["carried"].sum().nlargest(LISTED).index:
             of = rows[rows["opening"] == opening].groupby("context_id")[["carried", "p"]].sum()
             of = of.reindex(sources.index, fill_value=0.0)
             yield group.mean(CARRIED, of["carried"], opening=opening)
             yield group.mean(PROBABILITY, of["p"], opening=opening)
+
+    def _by_lens(self, rows: pd.DataFrame, each: pd.DataFrame) -> Iterator[TidyEstimate]:
+        """What the header's last state has after each layer, of all datasets together."""
+        from ia_mech.lens import Lens, NoLens
+
+        run = self.sampled[TURNS]
+        try:
+            lens = Lens.load(run.model["weights_hash"])
+        except NoLens as why:
+            self.notes.append(f"no logit lens: {why}.")
+            return
+        openings = rows[rows[SHARE].notna()].set_index(["context_id", "token"])
+        openings = openings[[SHARE, IN_ROLE]].assign(**{REST: 1.0})
+        found = lens_masses(run, openings, lens, self.args.temperature)
+        at = pd.Index(run.contexts["context_id"]).get_indexer(each["context_id"])
+        *_, (dataset, _) = by_dataset(each)
+        greedy = each[f"{GREEDY} {SHARE}"]
+        for term, kept in ((EVERY, greedy.notna()), (NONE, greedy == 0)):
+            own = each[kept]
+            if own.empty:
+                continue
+            for layer, values in zip(run.layers, found[:, :, at[kept]], strict=True):
+                names = {"dataset": dataset, "term": term, "layer": layer}
+                group = Group(own["source"], self.options, names)
+                share, role, covered = map(pd.Series, values)
+                for quantity, value in zip(LENS.values(), (share, role, covered), strict=True):
+                    yield group.mean(quantity, value, proportion=True)
+                yield self._ratio(OF_COVERED, share, covered, group)
 
     # -- shown ------------------------------------------------------------------------------------
 
@@ -232,6 +263,21 @@ class Mass(Experiment):
             "together. Once in role: follow-ups among turns that neither repeat the conversation "
             "nor speak as the assistant.",
         )
+        made += tables_of(
+            f"by the logit lens at header_last, {t} ({self.intervals})",
+            found,
+            {
+                LENS[SHARE]: ("follow-up mass", 2),
+                LENS[IN_ROLE]: ("in role", 2),
+                LENS[REST]: ("covered", 2),
+                OF_COVERED: ("of what is covered", 2),
+            },
+            index=("term", "layer"),
+            rows="conversations",
+            full=True,
+            legend="Covered: the probability of all first tokens that were gone on from. Where it "
+            "is small, the mass is, too; of what is covered: mass / covered.",
+        )
         return made + tables_of(
             "the first tokens that carry most of the follow-up mass",
             found,
@@ -245,7 +291,13 @@ class Mass(Experiment):
         rows = all_datasets(found)
         rows = rows[(rows["term"] == EVERY) & rows["quantity"].isin([RATE, IN_ROLE])]
         title = f"{self.runs[0].model['name']}, T = {self.args.temperature:g}"
-        return {"drawn": Bars(title, "share of turns", rows, names="decoding", by="quantity")}
+        drawn: Drawing = Bars(title, "share of turns", rows, names="decoding", by="quantity")
+        layers = all_datasets(found[found["layer"].notna()])
+        layers = layers[layers["term"] == EVERY]
+        if layers.empty:
+            return {"drawn": drawn}
+        words = title, "layer (0 = embeddings)", "probability by the lens", layers
+        return {"drawn": drawn, "lens": Lines(*words, across="layer", by="quantity")}
 
     def data(self, rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
         return {"first_tokens": rows.drop(columns="source"), "contexts": masses(rows)}

@@ -634,6 +634,39 @@ def lens_curves(
     return dict(zip(OPENINGS, found, strict=True))
 
 
+def lens_masses(run: Run, openings: pd.DataFrame, lens: "Lens", temperature: float) -> np.ndarray:
+    """``[layers, values, contexts]``: by the logit lens at ``header_last``, for each value of
+    openings its sum over a context's, weighted by their probabilities.
+
+    Args:
+        run: that has kept the states.
+        openings: indexed by context and token id, with columns of values.
+        lens: of the model.
+        temperature: of the probabilities.
+    """
+    import torch
+
+    row = {name: at for at, name in enumerate(run.contexts["context_id"])}
+    ids, column = np.unique(openings.index.get_level_values("token"), return_inverse=True)
+    values = np.zeros((openings.shape[1], len(row), len(ids)))
+    at = [row[name] for name in openings.index.get_level_values("context_id")]
+    values[:, at, column] = openings.to_numpy(float).T
+    few = replace(lens, unembedding=lens.unembedding[torch.from_numpy(ids)])
+    found, bar = [], Bar()
+    bar.start("logit lens", len(run.layers), unit="layer")
+    try:
+        for layer in run.layers:
+            states = run.residuals(layer, HEADER_LAST)
+            slices = [(x / temperature).logsumexp(-1) for x in lens.logits_in_slices(states)]
+            total = torch.stack(slices).logsumexp(0)[:, None]
+            p = (few.logits(states) / temperature - total).exp().double().numpy()
+            found.append((values * p).sum(-1).clip(max=1))
+            bar.advance()
+    finally:
+        bar.stop()
+    return np.array(found)
+
+
 def ahead_for_good(greedy: np.ndarray, rival: np.ndarray) -> np.ndarray:
     """``[contexts, layers]``: 1 where the first of two log-probabilities is above the second in a
     layer and in all later ones, else 0; NaN for a context that lacks a value in some layer."""

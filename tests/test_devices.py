@@ -20,6 +20,7 @@ from contract import LOGPROB, VECTOR, near_ties, prefilled, relative_l2, stepped
 from placed import Gpus, Placed
 from runs import sampled
 from shell import call
+from test_moved_mass import under_states
 from test_temperature_sweep import judged
 from transformers.cache_utils import KVSharingDict
 
@@ -165,6 +166,19 @@ def test_hybrids_are_spliced_on_each_layers_device(architecture, gpus):
     for mine, theirs in zip(ours, right, strict=True):
         assert abs(mine.logprobs_raw - theirs.logprobs_raw).max() <= LOGPROB
     check_ceiling(model, aligned(model, contexts), tiny.prompt(3, seed=4))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "qwen3_5"])
+def test_masses_under_states_equal_those_on_one_device(architecture, gpus):
+    states = [np.random.default_rng(n).normal(size=(4, 2, 32)).astype("f4") for n in range(4)]
+    ours, right = (
+        unit.rows(subject)
+        for unit, subject in (
+            under_states(model, states)
+            for model in (over_two(architecture), tiny.model(architecture))
+        )
+    )
+    pd.testing.assert_frame_equal(ours, right, rtol=0, atol=1e-5)
 
 
 # -- commands --------------------------------------------------------------------------------------

@@ -86,7 +86,7 @@ class Marked(FakeJudge):
         super().__init__(say, paid=False)
 
 
-def sampled(small: Subject, odds: tuple[float, float], folder) -> Run:
+def sampled(small: Subject, odds: tuple[float, float], folder, samples: int = SAMPLES) -> Run:
     """A judged run of queries, half of whose responses are of each mood."""
     subject = planted(small, odds, folder / "model")
     data = folder / "chats.jsonl"
@@ -100,7 +100,7 @@ def sampled(small: Subject, odds: tuple[float, float], folder) -> Run:
         limit=None,
         model=subject.spec.name,
         temperatures=(0.7,),
-        samples=SAMPLES,
+        samples=samples,
         batch_rows=800,
         max_new_tokens=1,
     )
@@ -176,22 +176,6 @@ def test_a_share_travels_with_the_state_that_decides_it_and_with_no_other(used, 
     assert not (recipients == donors[[one["donor"] for one in about]].to_numpy()).any()
     again = command(*words)
     assert (again.status, again.out) == (0, outcome.out)
-
-
-def test_the_probability_of_opening_a_follow_up_travels_as_the_share_does(used, command, tmp_path):
-    words = ("--outcome", "first-token", "--tokens", "header_last", "--layers", "2", "3")
-    outcome = command(used.path, *words)
-    assert outcome.status == 0, outcome.err
-    found = pd.read_parquet(tmp_path / "out" / "estimates.parquet")
-    cells = found.set_index(["quantity", "term", "layer"])["value"]
-    wanted = SHARES["z"] - SHARES["q"]
-    assert cells[MOVED, "header_last", 2] == pytest.approx(0, abs=1e-6)
-    assert cells[MOVED, "header_last", 3] == pytest.approx(wanted, abs=0.01)
-    assert cells[RATIO, "header_last", 3] == pytest.approx(1, abs=0.01)
-    assert cells[MOVED, FIRST, 4] == pytest.approx(wanted, abs=0.01)
-    assert "A state moves the probability that the first token opens a follow-up" in outcome.out
-    line = refusal(command(used.path, *words, "--category", "degenerate"))
-    assert line.startswith("--category is of --outcome follow-up")
 
 
 def test_own_states_that_change_a_turn_are_refused(used, command, monkeypatch, tmp_path):

@@ -1,0 +1,413 @@
+"""How far the follow-up mass of a context moves with states of another one.
+
+The recipient is a context whose greedy turn isn't a follow-up. Its openings are its own likeliest
+first tokens, each judged by its greedy continuation (:mod:`experiments.mass`). Under a donor's
+states the mass is the probability of those openings whose turn is a follow-up. Nothing is drawn.
+What a token opens is taken from the recipient as it is. Donors are contexts of other queries: one
+with a high mass of its own, one with a low one, and two with equal masses.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, ClassVar
+
+import numpy as np
+import pandas as pd
+
+from experiments import mass
+from experiments.arms import RUN, Arm
+from experiments.change import Replaced, positions_of
+from experiments.control import (
+    ARMS,
+    CELL,
+    DONORS,
+    EQUAL,
+    HIGH,
+    LOW,
+    MOVED,
+    MOVED_PARTS,
+    RATIO,
+    UNCHANGED,
+    UNDER,
+    donors_of,
+    estimates,
+)
+from experiments.experiment import Conclusion, Model, Unit
+from experiments.grid import FollowUps, Grid, drawing
+from experiments.mass import SHARE
+from experiments.outcome import CHOOSING, HEADER_LAST, IN_ROLE, ONCE_IN_ROLE
+from experiments.shown import Drawing, only, tables_of
+from ia_mech.cli import shell_word
+from ia_mech.errors import UserError
+from ia_mech.estimates import Group, TidyEstimate, all_datasets, by_dataset, holm_corrected
+from ia_mech.results import SHARE as AS_SHARE
+from ia_mech.results import Table
+from ia_mech.run import Run, layout
+from ia_mech.stats import Estimate, dyadic_mean, dyadic_test
+
+COVERED = "probability of the openings"
+COVERED_UNDER = {arm: f"{COVERED} under the {arm} donor" for arm in (HIGH, LOW)}
+OWN_MASS = "donors' own masses, high minus low"
+HALF = "p that more than half is moved from here on"
+
+
+@dataclass(frozen=True)
+class MassUnder(Unit):
+    """A recipient under states of its donors.
+
+    Attributes:
+        context: its token ids.
+        tail: so many last tokens are computed anew for each state.
+        cells: term and layer of each, and its tokens, counted from the tail's first.
+        states: of each cell, ``[donors, tokens, d_model]``.
+        openings: ids of first tokens.
+        labels: of each, whether its turn is a follow-up and whether it is in role.
+        temperature: of the first token.
+    """
+
+    context: tuple[int, ...]
+    tail: int
+    cells: list[tuple[str, int, tuple[int, ...]]]
+    states: list[np.ndarray]
+    openings: list[int]
+    labels: list[tuple[float, float]]
+    temperature: float
+
+    def rows(self, model: Model) -> pd.DataFrame:
+        """A row per cell: the follow-up mass, that in role, and the openings' probability, under
+        each donor's states and unchanged.
+
+        Raises:
+            UserError: the recipient's own states, put where they were, change a bit.
+        """
+        import torch
+
+        from ia_mech.engine.intervene import Replace
+        from ia_mech.engine.memory import allowed
+        from ia_mech.engine.score import LOGITS, STATE_BYTES
+        from ia_mech.engine.state import Prefix, copied_bytes, expand, forward, prefill
+
+        subject, begin = model.subject.model, len(self.context) - self.tail
+        labels = np.column_stack([np.array(self.labels), np.ones(len(self.openings))])
+
+        def passed(puts: list[tuple[Any, ...]]) -> tuple[Any, Any]:
+            """Logits and residuals of the tail's last token and of all its tokens."""
+            ids = torch.tensor([self.context[begin:]] * len(puts))
+            state = expand(subject, [group], [0] * len(puts), self.tail)
+            captured = [range(self.tail)] * len(puts)
+            made = forward(subject, state, ids, captured=captured, interventions=puts)
+            model.on_tokens(ids.numel())
+            return made.logits[:, -1].cpu(), made.residuals
+
+        def masses(logits: Any) -> np.ndarray:
+            p = (logits / self.temperature).softmax(-1)[:, self.openings]
+            return (p.double().numpy() @ labels).clip(0, 1)
+
+        found = []
+        with torch.inference_mode():
+            group = prefill(subject, [Prefix(self.context[:begin])])
+            model.on_tokens(begin)
+            device, vocab = subject.device.type, group.logits.shape[-1]
+            bytes_each = max(1, copied_bytes(subject, [group], self.tail))
+            limits = allowed(LOGITS[device]) // vocab, allowed(STATE_BYTES[device]) // bytes_each
+            step = max(1, min(limits))
+            for at in range(0, len(self.cells), step):
+                cells, states = self.cells[at : at + step], self.states[at : at + step]
+                plain, own = passed([()] * len(cells))
+                back = [
+                    (Replace(layer, tokens, own[n, layer, list(tokens)]),)
+                    for n, (_, layer, tokens) in enumerate(cells)
+                ]
+                if not torch.equal(passed(back)[0], plain):
+                    raise UserError(
+                        "a context's own states, put where they were, change what is computed: "
+                        "this model can't be measured so",
+                        "report it with the model's name",
+                    )
+                under = {"unchanged": masses(plain)}
+                for number, arm in enumerate(ARMS):
+                    each = zip(cells, states, strict=True)
+                    puts = [
+                        (Replace(layer, tokens, torch.from_numpy(those[number])),)
+                        for (_, layer, tokens), those in each
+                    ]
+                    under[arm] = masses(passed(puts)[0])
+                table = pd.DataFrame([cell[:2] for cell in cells], columns=["term", "layer"])
+                for arm, values in under.items():
+                    table[[arm, f"{IN_ROLE} {arm}", f"{COVERED} {arm}"]] = values
+                found.append(table)
+        return pd.concat(found, ignore_index=True)
+
+
+class MovedMass(FollowUps):
+    """How far the follow-up mass moves with states of donors. Its ``contexts`` are all that have a
+    mass."""
+
+    flags: ClassVar[tuple[str, ...]] = ()
+    measured = "the follow-up mass"
+
+    # -- chosen -----------------------------------------------------------------------------------
+
+    @cached_property
+    def of_masses(self) -> Run:
+        """The run in which each first token is gone on from.
+
+        Raises:
+            UserError: there is none, or its turns aren't judged.
+        """
+        first = self.runs[0].path.resolve()
+        place = first.with_name(f"{first.name}-{mass.Mass.folder_name()}") / mass.TURNS / RUN
+        remedy = f"run ia-mech mass {shell_word(first)} before"
+        if not (place / layout.RUN).is_file():
+            raise UserError(
+                f"{place} isn't there: no first token of {first} is gone on from", remedy
+            )
+        run = Run.open(place)
+        if not run.complete or self.gate.judge not in run.labels.judges:
+            raise UserError(f"{place} isn't finished, or not judged by {self.gate.judge!r}", remedy)
+        if run.model["weights_hash"] != self.runs[0].model["weights_hash"]:
+            raise UserError(f"{place} is of another model than {first}", remedy)
+        return run
+
+    def read(self) -> None:
+        """Choose recipients, and donors by their own masses."""
+        Grid.read(self)
+        run = self.of_masses
+        (self.temperature,) = run.settings["temperatures"]
+        tokens = mass.first_tokens(run, self.gate.judge).dropna(subset=[SHARE])
+        own, greedy = f"{mass.FIRST} {SHARE}", f"{mass.GREEDY} {SHARE}"
+        every = mass.masses(tokens).dropna(subset=[own, greedy])
+        self.contexts = every.assign(**{CHOOSING: every[own]}).reset_index(drop=True)
+        self.openings = dict(list(tokens.groupby("context_id", sort=False)))
+        chosen = self.contexts["source"].isin([query.source for query in self.queries])
+        recipients = self.contexts.index[chosen & (self.contexts[greedy] == 0)]
+        self.donors = donors_of(self.contexts, list(recipients), self.args.seed)
+        if len(self.donors) < 2:
+            raise UserError(
+                f"{len(self.donors)} queries have a greedy turn that is no follow-up, and donors "
+                f"among other queries of their dataset ({len(self.contexts)} have a follow-up "
+                "mass)",
+                "give a run of more queries, with its masses",
+            )
+        most = self.donors[list(ARMS)].stack().value_counts().max()
+        self.notes.append(
+            f"{len(self.donors)} of {len(self.contexts)} conversations with a follow-up mass are "
+            "recipients: their greedy turn is no follow-up. A conversation is a donor at most "
+            f"{most} times."
+        )
+
+    # -- measured ---------------------------------------------------------------------------------
+
+    def arms(self) -> Mapping[str, Arm]:
+        return {}
+
+    def units(self) -> Iterator[Unit]:
+        cells = [(cell, cell.change) for cell in self.cells()]
+        replaced = [(cell, change) for cell, change in cells if isinstance(change, Replaced)]
+        for one in self.donors.to_dict("records"):
+            recipient = self.rows_of_contexts.iloc[one["recipient"]]
+            ids, donors = tuple(recipient["token_ids"].tolist()), [one[arm] for arm in ARMS]
+            at = self.rows_of_contexts["row"].iloc[donors].tolist()
+            named = [positions_of(recipient["positions"], change.tokens) for _, change in replaced]
+            begin = min(min(tokens) for tokens in named)
+            places, states = [], []
+            for (cell, change), tokens in zip(replaced, named, strict=True):
+                places.append((cell.term, cell.layer, tuple(token - begin for token in tokens)))
+                each = [self._states(change.layer, name)[at].float() for name in change.tokens]
+                states.append(np.stack([one.numpy() for one in each], axis=1))
+            openings = self.openings[recipient["context_id"]]
+            labels = list(openings[[SHARE, IN_ROLE]].itertuples(index=False, name=None))
+            yield MassUnder(
+                self.contexts["source"][one["recipient"]],
+                recipient["dataset"],
+                begin + (2 + len(ARMS)) * len(cells) * (len(ids) - begin),
+                ids,
+                len(ids) - begin,
+                places,
+                states,
+                openings["token"].tolist(),
+                labels,
+                self.temperature,
+            )
+
+    def rows(self) -> pd.DataFrame:
+        """A row per recipient and cell, as :func:`experiments.control.estimates` takes them.
+
+        ``own high`` and so on are the masses under the donor's state after the last layer: of the
+        donor's own distribution.
+        """
+        table = self.measure_units(self.units(), "follow-up mass under states")
+        for arm in ARMS:
+            role = table[f"{IN_ROLE} {arm}"]
+            table[f"{ONCE_IN_ROLE} {arm}"] = (table[arm] / role.where(role > 0)).clip(upper=1)
+        own = table[(table["term"] == HEADER_LAST) & (table["layer"] == self.depth)]
+        of, donors = self.contexts, self.donors
+        about = pd.DataFrame({"source": of["source"].to_numpy()[donors["recipient"]]})
+        for arm in ARMS:
+            about[f"mass {arm}"] = of[CHOOSING].to_numpy()[donors[arm]]
+            about[f"query {arm}"] = of["source"].to_numpy()[donors[arm]]
+            about[f"donor {arm}"] = of["context_id"].to_numpy()[donors[arm]]
+        own = own.rename(columns={arm: f"own {arm}" for arm in ARMS})
+        about = about.merge(own[["source", *(f"own {arm}" for arm in ARMS)]], on="source")
+        return table.merge(about, on="source", validate="many_to_one")
+
+    @property
+    def depth(self) -> int:
+        return self.runs[0].model["layers"]
+
+    # -- estimated --------------------------------------------------------------------------------
+
+    def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
+        """Holm-corrected over cells, by quantity and dataset, without the last layer's."""
+
+        def trivial(row: TidyEstimate) -> bool:
+            return (row.names.get("term"), row.names.get("layer")) == (HEADER_LAST, self.depth)
+
+        found = [row for row in estimates(rows, self.options) if row.quantity != DONORS]
+        for row in [row for row in found if row.quantity == MOVED and trivial(row)]:
+            names = {name: row.names[name] for name in row.names if name not in CELL}
+            found.append(replace(row, quantity=DONORS, names=names))
+        for dataset, here in by_dataset(rows):
+            each = rows[here].drop_duplicates("source")
+            own = Group(each["source"].to_numpy(), self.options, {"dataset": dataset})
+            found.append(own.mean(OWN_MASS, each[f"mass {HIGH}"] - each[f"mass {LOW}"]))
+            for (term, layer), cell in rows[here].groupby(CELL, sort=False):
+                names = {"dataset": dataset, "term": term, "layer": layer}
+                own = Group(cell["source"].to_numpy(), self.options, names)
+                for arm, quantity in COVERED_UNDER.items():
+                    pair = cell["source"], cell[f"query {arm}"]
+                    how = {"ends": (0, 1), "level": self.args.level}
+                    share = dyadic_mean(cell[f"{COVERED} {arm}"], *pair, **how)
+                    found.append(own.row(quantity, share, len(cell)))
+            found += half_moved(
+                rows[here & (rows["term"] == HEADER_LAST)], dataset, self.args.level
+            )
+        return holm_corrected(found, lambda row: (row.quantity, row.names["dataset"], trivial(row)))
+
+    # -- shown ------------------------------------------------------------------------------------
+
+    def tables(self, found: pd.DataFrame) -> list[Table]:
+        columns: dict[str, tuple[str, int | str]] = {
+            MOVED: ("high minus low", "+.2f"),
+            RATIO: ("of the donors' difference", AS_SHARE),
+            HALF: ("p: from here on more than half", 2),
+            **{quantity: (part, "+.2f") for part, quantity in MOVED_PARTS.items()},
+            EQUAL: ("equal donors", "+.2f"),
+            UNDER[HIGH]: ("under high", 2),
+            UNDER[LOW]: ("under low", 2),
+            COVERED_UNDER[HIGH]: ("covered, high", 2),
+            COVERED_UNDER[LOW]: ("covered, low", 2),
+        }
+        return [
+            *tables_of(
+                f"{self.measured} under states of donors, T = {self.temperature:g}",
+                found,
+                columns,
+                detectable=MOVED,
+                most=1.0,
+                index=("dataset", "term", "layer"),
+                rows="recipients",
+                legend=f"{HEADER_LAST} after layer {self.depth}, the last one, is the donor's own "
+                "distribution by construction: the others are held against it. Paired by "
+                "recipient, intervals over recipients' and donors' queries; p: Holm-corrected "
+                "over the other lines. From here on more than half: the layers whose p is above "
+                f"{1 - self.args.level:.2g} are the confidence set. In role: the mass of first "
+                "tokens whose turn stays in the user's role; once in role: the follow-up mass as a "
+                "share of it. Covered: the probability of the recipient's openings, without which "
+                "a first token counts as none.",
+            ),
+            *tables_of(
+                "what there is to move",
+                found,
+                {
+                    UNCHANGED: ("recipients, unchanged", 2),
+                    DONORS: ("high minus low donors", "+.2f"),
+                    OWN_MASS: ("by their own openings", "+.2f"),
+                },
+                index=("dataset",),
+                rows="recipients",
+                legend="Donors: their own distributions on the recipient's openings. By their own "
+                "openings: their masses, by which they were chosen. What isn't in the former isn't "
+                "in the probabilities of first tokens, but in what these open.",
+            ),
+        ]
+
+    def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
+        title = f"{self.runs[0].model['name']} · {self.measured}"
+        axis = "under the high donor minus under the low one"
+        return {"cells": drawing(title, axis, all_datasets(only(found, MOVED)))}
+
+    def conclude(self, found: pd.DataFrame) -> Conclusion:
+        level, whole = self.args.level, all_datasets(found)
+        moved, equal = (
+            cells[(cells["term"] != HEADER_LAST) | (cells["layer"] != self.depth)]
+            for cells in (only(whole, MOVED), only(whole, EQUAL))
+        )
+        words = "the donors' own first tokens differ in follow-up mass by"
+        sentence = self.tested(words, only(whole, DONORS), most=1)
+        if len(half := only(whole, HALF)):
+            layers = half.loc[half["value"] > 1 - level, "layer"].tolist()
+            last = only(whole, MOVED, term=HEADER_LAST).set_index("layer")["value"]
+            above = last > last[self.depth] / 2
+            first = int(above[::-1].cumprod()[::-1].idxmax())
+            sentence += (
+                f" More than half of that is moved by the header's last state from layer {first} "
+                f"of {self.depth} on ({100 * level:g}% confidence set: {spans(layers)})."
+            )
+        shown = moved[moved["p_holm"] <= 1 - level]
+        each = [
+            f"{term} after {spans(rows['layer'].tolist())}"
+            for term, rows in shown.groupby("term", sort=False)
+        ]
+        sentence += (
+            f" A state is shown to move it at {len(shown)} of {len(moved)} cells before the last "
+            f"layer{': ' * bool(each)}{'; '.join(each)}."
+        )
+        false = int((equal["p_holm"] <= 1 - level).sum())
+        control = f"Two donors of equal mass differ at {false} of {len(equal)} cells"
+        if len(equal):
+            control += f" (largest {equal['value'].abs().max():.2f})"
+        control += ". The recipient's own states change no bit. "
+        return Conclusion(sentence, f"{control}{self.gate.short}.")
+
+
+def spans(numbers: list[int]) -> str:
+    """``3–5, 8``."""
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and number == found[-1][-1] + 1:
+            found[-1][1:] = [number]
+        else:
+            found.append([number])
+    return ", ".join("–".join(map(str, span)) for span in found)
+
+
+def half_moved(rows: pd.DataFrame, dataset: str, level: float) -> Iterator[TidyEstimate]:
+    """Whether each layer may be the first from which on more than half is moved: p values, whose
+    layers above ``1 - level`` are a confidence set.
+
+    A layer isn't the first if less than half is shown to be moved after it, or more than half after
+    the one before. Each is tested one-sidedly with half of the level, by the dyadic test of the
+    mean of what is moved minus half of the donors' own difference. Of the true layer two tests can
+    be false, however many layers there are. There are no values where the donors' own difference
+    isn't shown to be above 0.
+
+    Args:
+        rows: a row per recipient and layer, of one token, with the last layer.
+    """
+    tests = []
+    for layer, cell in rows.groupby("layer"):
+        beyond = cell[HIGH] - cell[LOW] - (cell[f"own {HIGH}"] - cell[f"own {LOW}"]) / 2
+        queries = (cell[name] for name in ("source", f"query {HIGH}", f"query {LOW}"))
+        test = dyadic_test(beyond, *queries, ends=(-1.5, 1.5), level=level)
+        tests.append((layer, test.difference, 1.0 if np.isnan(test.p) else test.p))
+    if not tests or not (tests[-1][1].value > 0 and tests[-1][2] <= 1 - level):
+        return
+    before = 1.0
+    for layer, difference, p in tests:
+        less, more = (p, 1.0) if difference.value < 0 else (1.0, p)
+        value = Estimate(min(less, before), np.nan, np.nan, difference.sources, "one-sided tests")
+        names = {"dataset": dataset, "term": HEADER_LAST, "layer": layer}
+        yield TidyEstimate(HALF, names, difference.sources, value)
+        before = more
