@@ -8,8 +8,9 @@ it is the follow-up rate of turns whose first token is drawn and whose others ar
 first tokens don't hold may be follow-ups or not: the mass is at least the number, and at most that
 plus the rest. The control is the mass of the same turns after a wrong conversation.
 
-The first response to each query is used. In role: neither repeats the conversation nor speaks as
-the assistant; the mass is that in role times the share of follow-ups in it.
+The first response to each query is used, or more of them (--responses). In role: neither repeats
+the conversation nor speaks as the assistant; the mass is that in role times the share of follow-ups
+in it.
 
 Needs: a judged run. Cost: up to 40 greedy turns a query (60 queries of the embedded model: ten
 minutes on two cores).
@@ -31,7 +32,7 @@ from experiments.experiment import Conclusion, Experiment, flag
 from experiments.grid import TEMPERATURE
 from experiments.outcome import IN_ROLE, ONCE_IN_ROLE, lens_masses, parts_of
 from experiments.shown import Bars, Drawing, Lines, only, tables_of
-from ia_mech.cli import above_zero, coverage
+from ia_mech.cli import above_zero, coverage, whole_from
 from ia_mech.errors import UserError
 from ia_mech.estimates import (
     Group,
@@ -61,13 +62,13 @@ LISTED = 12  # first tokens that are shown
 EPSILON = 1e-12  # in place of a share of 0 by which nothing is divided
 
 
-def first_finished(queries: Sequence[Query]) -> pd.DataFrame:
-    """A row of ``Query.contexts`` for each query with a finished response: that of its first.
+def first_finished(queries: Sequence[Query], each: int = 1) -> pd.DataFrame:
+    """Rows of ``Query.contexts``: of each query those of its first finished responses.
 
     Raises:
         UserError: there is none.
     """
-    rows = [one.contexts[one.complete].iloc[:1] for one in queries if any(one.complete)]
+    rows = [one.contexts[one.complete].iloc[:each] for one in queries if any(one.complete)]
     if not rows:
         raise UserError("no response is finished", "sample with a larger --max-response-tokens")
     return pd.concat(rows, ignore_index=True)
@@ -133,10 +134,12 @@ class Mass(Experiment):
         add("--temperature", above_zero, TEMPERATURE, "of the first token", metavar="T")
         what = "probability that the first tokens hold together, at least"
         add("--share", coverage, 0.9, what, metavar="SHARE")
+        add("--responses", whole_from(1), 1, "finished ones to each query, at most", metavar="N")
 
     def arms(self) -> Mapping[str, Arm]:
         settings = {"temperatures": (self.args.temperature,), "first_tokens": self.args.share}
-        return {TURNS: Arm(conversations_of(first_finished(self.queries)), settings)}
+        contexts = first_finished(self.queries, self.args.responses)
+        return {TURNS: Arm(conversations_of(contexts), settings)}
 
     # -- read -------------------------------------------------------------------------------------
 

@@ -35,6 +35,7 @@ COMMANDS = {
     "elicit": ("experiments.elicit", "what brings out more follow-ups than greedy decoding"),
     "perturbations": ("experiments.perturbations", "which parts of the response matter"),
     "mass": ("experiments.mass", "how likely first tokens are that lead to follow-ups"),
+    "mass-vector": ("experiments.mass_vector", "a vector that is learned to raise that mass"),
     "temperature-sweep": ("experiments.temperature_sweep", "how turns change with temperature"),
     "post-training": ("experiments.post_training", "train on user turns"),
 }

@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from ia_mech import results
+from ia_mech.cli import program, shell_word
 from ia_mech.errors import UserError
 from ia_mech.rates.gate import Gate
 from ia_mech.rates.load import NO_ANNOTATOR, open_runs, read_runs
@@ -24,6 +26,9 @@ from ia_mech.run.tokens import COMPONENTS, TURN, of_turns, place_of, token_names
 from ia_mech.stats import Estimate, variance_components
 from probes.targets import (
     KEYS,
+    MASS,
+    MASS_IN_ROLE,
+    MASSES,
     Outcome,
     Target,
     parse_target,
@@ -33,6 +38,11 @@ from probes.targets import (
 MIN_SOURCES = 20  # with a positive turn, and with a negative one
 LEAST_RELIABILITY = 0.3  # of siblings' rates: below it, siblings aren't probed
 RUN, DATASET, SOURCE = "run", "dataset", "source"
+# Of what ``ia-mech mass`` writes: what of the first tokens' probability each target is, and what of
+# it no assessed turn began with.
+MEASURED = {MASS: "first token drawn share", MASS_IN_ROLE: "first token drawn in role"}
+UNCOVERED = "not covered"
+DECIMALS = 9  # of probabilities: beyond these is rounding
 ENDS = ("query_end", "response_end")  # states there hold the words of the conversation
 
 
@@ -83,10 +93,11 @@ class ProbeSet:
 
     @property
     def counted(self) -> str:
-        """How many conversations and turns there are, in words."""
-        frame, turns = self.contexts, f"{self.contexts['trials'].sum()} turns"
+        """How many conversations there are, and how many turns (of a mass, none), in words."""
+        frame = self.contexts
         conversations = len(frame.drop_duplicates(KEYS))
-        return f"{conversations_text(conversations, self.outcome.source_count)}, {turns}"
+        turns = "" if self.target.kind in MASSES else f", {frame['trials'].sum()} turns"
+        return f"{conversations_text(conversations, self.outcome.source_count)}{turns}"
 
     @property
     def labelled_by(self) -> str:
@@ -148,6 +159,10 @@ def read(
     """
     wanted, names = parse_target(target), token_names(tokens)
     _check_tokens(names, component, positions, within)
+    if wanted.kind in MASSES and of_turns(names):
+        raise UserError(
+            f"{wanted.words} is of contexts, not of turns", "give tokens of the context"
+        )
     judged = read_runs(runs, judge, NO_ANNOTATOR)
     runs = judged.runs
     gate = judged.gate
@@ -155,11 +170,19 @@ def read(
     _check_same_size(runs)
     each = [_contexts(run, number) for number, run in enumerate(runs)]
     contexts, has = (pd.concat(frames, ignore_index=True) for frames in zip(*each, strict=True))
-    counted = turns_that_count(wanted, judged.turns)
-    numbers = {str(run.path): number for number, run in enumerate(runs)}
-    keys = ["run", *KEY] if of_turns(names) else KEYS
-    by = counted.assign(run=counted["run"].astype(str).map(numbers)).groupby(keys, observed=True)
-    counts = by["positive"].agg(positives="sum", trials="size").astype(int).reset_index()
+    reliability = None
+    if wanted.kind in MASSES:
+        each_run = enumerate(runs)
+        counts = pd.concat([_masses(run, n, wanted, judged.judge, notes) for n, run in each_run])
+    else:
+        counted = turns_that_count(wanted, judged.turns)
+        numbers = {str(run.path): number for number, run in enumerate(runs)}
+        keys = ["run", *KEY] if of_turns(names) else KEYS
+        by = counted.assign(run=counted["run"].astype(str).map(numbers)).groupby(
+            keys, observed=True
+        )
+        counts = by["positive"].agg(positives="sum", trials="size").astype(int).reset_index()
+        reliability = _reliability(counted) if within == SOURCE else None
     kept = contexts.assign(place=contexts.index).merge(counts, on=KEYS)
     there = kept.pop("place")
     if not len(kept):
@@ -185,7 +208,7 @@ def read(
         width=runs[0].model["d_model"],
         within=within,
         gate=gate,
-        reliability=_reliability(counted) if within == SOURCE else None,
+        reliability=reliability,
         has_ends=all(name in has and has[name].all() for name in ENDS),
         component=component,
     )
@@ -253,6 +276,34 @@ def _states(run: Run, layer: int, position: str, component: str, rows: pd.DataFr
     return run.residuals(layer, position).float().numpy()[rows["row"]]
 
 
+def masses_of(run: Run, judge: str) -> results.Result:
+    """What ``ia-mech mass`` found in a run.
+
+    Raises:
+        UserError: it wasn't asked, or another judge was.
+    """
+    folder = results.folder_of(run.path, MASS)
+    found = results.read(folder)
+    if (by := found.about["judge"]) != judge:
+        raise UserError(
+            f"{folder} is of the judge {by!r}, and not of {judge!r}",
+            f"give --judge {shell_word(by)}, or make it again: {program()} mass "
+            f"{shell_word(run.path)} --judge {shell_word(judge)}",
+        )
+    return found
+
+
+def _masses(run: Run, number: int, target: Target, judge: str, notes: list[str]) -> pd.DataFrame:
+    """``positives`` and ``trials`` by ``run`` and ``context_id``. The command that found them is
+    noted."""
+    notes.append(f"masses are those of: {masses_of(run, judge).about['command']}")
+    found = pd.read_parquet(results.folder_of(run.path, MASS) / "contexts.parquet")
+    tried = (1 - found[UNCOVERED]).round(DECIMALS)
+    held = found[MEASURED[target.kind]].round(DECIMALS).clip(upper=tried)
+    counts = found[["context_id"]].assign(run=number, positives=held, trials=tried)
+    return counts[tried > 0].dropna()
+
+
 def _reliability(turns: pd.DataFrame) -> Estimate | None:
     """The reliability of siblings' rates over these turns; None if it can't be estimated."""
     draws = turns.assign(positive=turns["positive"].astype(float))
@@ -269,12 +320,20 @@ def _reliability(turns: pd.DataFrame) -> Estimate | None:
 
 
 def check_reliable(data: ProbeSet) -> None:
-    """Refuse to probe siblings whose rates don't differ reliably.
+    """Refuse to probe siblings whose rates don't differ reliably. Masses, which nothing was drawn
+    for, are reliable.
 
     Raises:
         UserError: no query has several responses, or the upper end of the reliability of their
             rates is below :data:`LEAST_RELIABILITY`.
     """
+    if data.target.kind in MASSES:
+        if not data.contexts.duplicated(["run", "source"]).any():
+            raise UserError(
+                f"no query has several responses with {data.target.words}",
+                "give a run with --responses 4, after mass with --responses 4",
+            )
+        return
     found = data.reliability
     if found is None:
         raise UserError("no query has several responses", "give a run with --responses 4")

@@ -1,4 +1,7 @@
-"""The targets of probes: for each context, k positive turns of n judged ones."""
+"""The targets of probes: for each context, k positive turns of n judged ones.
+
+Of a mass, k and n are probabilities of first tokens.
+"""
 
 import math
 from collections.abc import Hashable, Iterable
@@ -94,7 +97,11 @@ class Outcome:
 FAILURES: tuple[str, ...] = tuple(name for name in ASSESSED if name != FOLLOW_UP)
 KEYS = ["run", "context_id"]  # a context of one run
 RATE, GREEDY, LATENT = "rate", "greedy", "latent"
-CHOICES = f"give rate, rate@T, latent, latent@T, greedy or, as rates, one of {', '.join(FAILURES)}"
+MASS, MASS_IN_ROLE = MASSES = ("mass", "mass-in-role")  # that ``ia-mech mass`` has measured
+CHOICES = (
+    "give rate, rate@T, latent, latent@T, greedy, mass, mass-in-role or, as rates, one of "
+    f"{', '.join(FAILURES)}"
+)
 
 
 # Kind → the subject of a sentence about the target, and the end of one that says what counts.
@@ -105,18 +112,29 @@ _WORDS = {
         "whether the greedy turn is a follow-up",
         "k is 1 if the greedy turn is a follow-up and 0 if not, of n = 1.",
     ),
+    MASS: (
+        "the follow-up mass",
+        "k is the probability of first tokens whose greedy continuation is a follow-up, of n, the "
+        "probability of all that were gone on from.",
+    ),
+    MASS_IN_ROLE: (
+        "the mass in role",
+        "k is the probability of first tokens whose greedy continuation is in the user's role, of "
+        "n, the probability of all that were gone on from.",
+    ),
     LATENT: (
         "the follow-up rate of samples where the greedy turn is none",
         "are follow-ups; conversations whose greedy turn is one are left out",
     ),
 }
+_UNDRAWN = (GREEDY, *MASSES)  # of these no temperature can be asked for
 
 
 @dataclass(frozen=True)
 class Target:
     """A target, as :func:`parse_target` makes it."""
 
-    kind: str  # ``rate``, ``greedy``, ``latent``, or a failure category (its rate)
+    kind: str  # ``rate``, ``greedy``, ``latent``, ``mass…``, or a failure category (its rate)
     temperature: float | None = None  # of the turns that count; None for all above 0
 
     @property
@@ -133,7 +151,7 @@ class Target:
     def describe(self) -> str:
         """One sentence that says what k and n are."""
         _, what = _WORDS[self.kind]
-        if self.kind == GREEDY:
+        if self.kind in _UNDRAWN:
             return what
         at = "above temperature 0" if self.temperature is None else f"at T = {self.temperature:g}"
         return f"k of the n assessed turns that were sampled {at} {what}."
@@ -150,7 +168,7 @@ def parse_target(text: str) -> Target:
         raise UserError(f"unknown target {text!r}", CHOICES)
     if not at:
         return Target(name)
-    if name == GREEDY:
+    if name in _UNDRAWN:
         raise UserError(f"target {text!r}: {name} has no temperature", f"give {name} alone")
     try:
         temperature = float(given)

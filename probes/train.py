@@ -63,7 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--target",
         default="rate",
         metavar="T",
-        help="rate, rate@T, latent, latent@T, greedy, or a failure category",
+        help="rate, rate@T, latent, latent@T, greedy, mass, mass-in-role, or a failure category",
     )
     parser.add_argument(
         "--positions",

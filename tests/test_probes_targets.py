@@ -76,11 +76,12 @@ def test_a_target_s_name_is_what_the_flag_takes():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("rates", "unknown target 'rates'; give rate, rate@T, latent, latent@T, greedy or"),
+        ("rates", "unknown target 'rates'; give rate, rate@T, latent, latent@T, greedy, mass,"),
         (CANNOT_ASSESS, "unknown target"),
         ("rate@0", "above 0"),
         ("rate@warm", "'warm' is not a temperature"),
         ("greedy@1", "give greedy alone"),
+        ("mass@0.7", "mass has no temperature; give mass alone"),
     ],
 )
 def test_what_is_no_target_is_refused(text, words):

@@ -29,7 +29,7 @@ from ia_mech.settings import Settings
 ORDER = (
     *("compare", "study", "rates", "reaction", "locate", "elicit", "probe", "steering"),
     *("learned_vector", "interchange"),
-    *("mass", "perturbations", "rates-by-correct", "temperature_sweep", "agreement"),
+    *("mass", "mass_vector", "perturbations", "rates-by-correct", "temperature_sweep", "agreement"),
 )
 MAX_ESTIMATES = 400  # rows that a page lists; the file has all
 _ADVICE = re.compile(r" --[a-z]")  # in a sentence that says what to do, not what was found
