@@ -25,7 +25,7 @@ from ia_mech.judge.verdict import identity_hash
 from ia_mech.rates.load import NO_ANNOTATOR, JudgedTurns, read_runs
 from ia_mech.run import Run, integrity, layout
 from ia_mech.run.integrity import without_folders
-from ia_mech.settings import MOST_FIRST, Settings
+from ia_mech.settings import Settings
 
 if TYPE_CHECKING:
     from ia_mech.collect.job import Interventions
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 CONVERSATIONS, RUN = "conversations.jsonl", "run"
 # Settings of a run that an arm shares with it, unless it says otherwise.
-CHAT = ("system", "thinking", "template_option", "date", "opening")
+CHAT = ("system", "thinking", "chat_template", "template_option", "date", "opening")
 DECODING = ("temperatures", "samples", "max_new_tokens", "seed")
 SHARED = (
     *CHAT,
@@ -54,18 +54,18 @@ class Arm:
         settings: in which the arm's run differs from the first one.
         interventions: what is changed in each context while it is prefilled, as of
             :func:`ia_mech.collect.job.collect`.
+        turns: about how many there are after each context, where settings don't say it.
     """
 
     conversations: Sequence[Conversation]
     settings: Mapping[str, Any] = field(default_factory=dict)
     interventions: "Interventions | None" = None
+    turns: int | None = None
 
     def rows(self, first: Run) -> int:
         """Turns after each context."""
         of = first.settings | dict(self.settings)
-        if of["first_tokens"]:
-            return MOST_FIRST + 1
-        return len(of["temperatures"]) * of["samples"] + 1
+        return self.turns or len(of["temperatures"]) * of["samples"] + 1
 
 
 # -- sampled ---------------------------------------------------------------------------------------

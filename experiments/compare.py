@@ -31,7 +31,7 @@ from ia_mech.errors import UserError
 from ia_mech.estimates import TidyEstimate, frame_of
 from ia_mech.likelihood.carried import CEILING
 from ia_mech.models.embedded import cache_dir
-from ia_mech.results import Result, about_runs, folder_of, read, refuse_place, show, write
+from ia_mech.results import Result, about_runs, folder_of, kind_of, read, refuse_place, show, write
 from ia_mech.run import Run
 from ia_mech.run.layout import RUN
 from ia_mech.run.sources import sources_of
@@ -45,23 +45,27 @@ OPTIONS = {"level": 0.95, "resamples": 2000, "seed": 0}
 def numbers_of(study: Path) -> pd.DataFrame:
     """The numbers of a study by query: ``quantity``, ``term`` (a site, a judge's category, or all
     turns), ``turns`` (``greedy``, ``sampled`` or an arm), ``source``, ``value``."""
-    located = study / "run" / "results" / "locate" / "queries.parquet"
-    elicited = study / "run" / "results" / "elicit" / "rows.parquet"
+    results = study / "run" / "results"
+    elicited = results / "elicit" / "rows.parquet"  # --quick leaves it out
     if (study / RUN).is_file():
         raise UserError(
             f"{study} is a run, not a study",
             "give folders that ia-mech study has written; ia-mech report shows runs side by side",
         )
-    if not (located.is_file() and elicited.is_file()):
+    if not kind_of(results / "study"):
         raise UserError(f"{study} is not a finished study", "make it with ia-mech study")
-    bits = pd.read_parquet(located)
+    bits = pd.read_parquet(results / "locate" / "queries.parquet")
     turns = bits["temperature"].map(turns_of)
     bits = bits.assign(quantity=BITS, turns=turns, value=bits["bits"])
-    arms = pd.read_parquet(elicited)
-    arms = arms.assign(quantity=EXCESS, term="turns", turns=arms["arm"], value=arms[EXCESS])
-    judged = category_shares(Run.open(study / "run"), read(elicited.parent).about["judge"])
+    (judge,) = read(results / "study").about["labellers"]
+    found = [bits, category_shares(Run.open(study / "run"), judge)]
+    if elicited.is_file():
+        arms = pd.read_parquet(elicited)
+        found.append(
+            arms.assign(quantity=EXCESS, term="turns", turns=arms["arm"], value=arms[EXCESS])
+        )
     columns = ["quantity", "term", "turns", "source", "value"]
-    return pd.concat([bits[columns], arms[columns], judged[columns]], ignore_index=True)
+    return pd.concat([frame[columns] for frame in found], ignore_index=True)
 
 
 def category_shares(run: Run, judge: str) -> pd.DataFrame:
@@ -93,6 +97,8 @@ def estimates(numbers: dict[str, pd.DataFrame]) -> Iterator[TidyEstimate]:
     rows = pd.concat([frame.assign(model=model) for model, frame in numbers.items()])
     for (quantity, *_), own in rows.groupby(["quantity", "term", "turns"], sort=False):
         own = own[own.groupby("source")["model"].transform("nunique") == len(numbers)]
+        if own.empty:  # a study doesn't have it
+            continue
         own = own.rename(columns={"value": quantity})
         yield from arm_estimates(own, by, {quantity: bounds[quantity]}, less, OPTIONS, [SHARE])
 

@@ -20,12 +20,14 @@ minutes on two cores).
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
+from numpy.typing import ArrayLike
 
 from experiments.arms import Arm, conversations_of
 from experiments.experiment import Conclusion, Experiment, flag
@@ -44,22 +46,27 @@ from ia_mech.estimates import (
 )
 from ia_mech.judge.decoys import WRONG
 from ia_mech.judge.rubric import FOLLOW_UP
+from ia_mech.rates.load import NO_ANNOTATOR, read_runs
+from ia_mech.results import SHARE as AS_SHARE
 from ia_mech.results import Table, cell_of
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 from ia_mech.run.queries import Query
-from ia_mech.stats import cluster_bootstrap
+from ia_mech.settings import MOST_FIRST
+from ia_mech.stats import Estimate, cluster_bootstrap
 
 TURNS = "turns"  # the arm
 GREEDY, FIRST, WHOLE = DECODINGS = ("greedy", "first token drawn", "all tokens drawn")
+COUNTED = "first token, by turns"  # of the run
 SHARE, RATE, AFTER_WRONG = "share", "follow-ups", "after a wrong conversation"
 REST, MODE, LESS = "not covered", "probability of greedy's first token", " minus greedy's"
+HELD = "share of the rise"  # that the first token holds
 EVERY, NONE, IS = "all conversations", "greedy turn is none", "greedy turn is a follow-up"
 CARRIED, PROBABILITY = "adds to the follow-up mass", "mean probability"
 LENS = {SHARE: "mass by the lens", IN_ROLE: "in role by the lens", REST: "covered by the lens"}
 OF_COVERED = "mass by the lens, of what is covered"
 LISTED = 12  # first tokens that are shown
-EPSILON = 1e-12  # in place of a share of 0 by which nothing is divided
+EPSILON = 1e-9  # a sum of shares below which nothing is divided by it
 
 
 def first_finished(queries: Sequence[Query], each: int = 1) -> pd.DataFrame:
@@ -117,6 +124,32 @@ def masses(tokens: pd.DataFrame) -> pd.DataFrame:
     return found.reset_index()
 
 
+def ratio(
+    values: ArrayLike, whole: ArrayLike, sources: Iterable[Any], options: Mapping[str, Any]
+) -> Estimate:
+    """The mean of ``[rows]`` values by that of others, with a bootstrap interval over sources."""
+    values, whole = np.asarray(values, float), np.asarray(whole, float)
+
+    def of(counts: np.ndarray) -> np.ndarray:
+        below = counts @ whole
+        return (counts @ values) / np.where(np.abs(below) > EPSILON, below, np.nan)
+
+    (estimate,) = cluster_bootstrap(of, list(sources), **options)
+    return estimate
+
+
+def in_parts(
+    group: Group, share: pd.Series, role: pd.Series, **names: Any
+) -> Iterator[TidyEstimate]:
+    """Follow-ups, in role, and once in role (follow-ups by what is in role) of ``[rows]`` shares;
+    NaN in both where there is no telling."""
+    yield group.mean(RATE, share, proportion=True, **names)
+    yield group.mean(IN_ROLE, role, proportion=True, **names)
+    if role.sum() > 0:
+        once = ratio(share.fillna(0), role.fillna(0), group.sources, group.options)
+        yield group.row(ONCE_IN_ROLE, once, int(role.notna().sum()), **names)
+
+
 class Mass(Experiment):
     name = "mass"
     judged = True
@@ -139,7 +172,22 @@ class Mass(Experiment):
     def arms(self) -> Mapping[str, Arm]:
         settings = {"temperatures": (self.args.temperature,), "first_tokens": self.args.share}
         contexts = first_finished(self.queries, self.args.responses)
-        return {TURNS: Arm(conversations_of(contexts), settings)}
+        turns = 1 + self._first_tokens(contexts["context_id"])
+        return {TURNS: Arm(conversations_of(contexts), settings, turns=turns)}
+
+    def _first_tokens(self, contexts: pd.Series) -> int:
+        """About how many there are after each context; at most, where the run doesn't say it."""
+        import torch
+
+        from ia_mech.engine.sampling import first_tokens_holding
+
+        run, *others = self.runs
+        if others or run.settings["opening"] or run.settings["header_logits"] == "none":
+            return MOST_FIRST
+        kept, at = run.header_logits(), pd.Index(run.contexts["context_id"]).get_indexer(contexts)
+        logits = torch.stack([kept[int(row)] for row in at])
+        share, t = self.args.share, self.args.temperature
+        return round(np.mean(first_tokens_holding(share, logits, t, MOST_FIRST)))
 
     # -- read -------------------------------------------------------------------------------------
 
@@ -149,28 +197,42 @@ class Mass(Experiment):
         texts = {i: repr(self.chat.text([i])) for i in set(found["token"])}
         return found.assign(opening=found["token"].map(texts))
 
-    def whole_turns(self, contexts: pd.Series) -> pd.DataFrame:
-        """What the run's turns at the temperature that are drawn as a whole are, a row for each of
-        some contexts; NaN where there are none."""
+    def drawn_turns(self, contexts: pd.Series, drawn: int | None) -> pd.DataFrame:
+        """The run's turns at the temperature after some contexts, of which so many tokens were
+        drawn (None: all): ``context_id``, ``source``, ``sample``, :data:`SHARE`, :data:`IN_ROLE`.
+        There may be none."""
         turns = self.verdicts.turns
-        turns = turns[turns["temperature"] == self.args.temperature]
-        parts = parts_of(turns, FOLLOW_UP)[[SHARE, IN_ROLE]]
-        return parts.groupby(turns["context_id"].astype(object)).mean().reindex(contexts)
+        if drawn is not None:
+            if drawn not in self.runs[0].settings["drawn_tokens"]:
+                return turns.iloc[:0].assign(**{SHARE: np.nan, IN_ROLE: np.nan})
+            turns = read_runs(self.runs, self.gate.judge, NO_ANNOTATOR, drawn_tokens=drawn).turns
+        here = (turns["temperature"] == self.args.temperature) & turns["context_id"].isin(contexts)
+        turns = turns[here].astype({"context_id": object, "source": object})
+        return turns.join(parts_of(turns, FOLLOW_UP)[[SHARE, IN_ROLE]])
 
     # -- estimated --------------------------------------------------------------------------------
 
     def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
         each = masses(rows)
-        whole = self.whole_turns(each["context_id"]).to_numpy(float)
-        each[[f"{WHOLE} {SHARE}", f"{WHOLE} {IN_ROLE}"]] = whole
+        whole = self.drawn_turns(each["context_id"], None).groupby("context_id")
+        whole = whole[[SHARE, IN_ROLE]].mean().reindex(each["context_id"])
+        each[[f"{WHOLE} {SHARE}", f"{WHOLE} {IN_ROLE}"]] = whole.to_numpy(float)
+        counted = self.drawn_turns(each["context_id"], 1)
         found: list[TidyEstimate] = []
         for dataset, here in by_dataset(each):
             greedy = each[f"{GREEDY} {SHARE}"]
             for term, kept in ((EVERY, greedy.notna()), (NONE, greedy == 0), (IS, greedy == 1)):
                 own = each[here & kept]
-                if len(own):
-                    names = {"dataset": dataset, "term": term}
-                    found += self._decodings(own, Group(own["source"], self.options, names))
+                if not len(own):
+                    continue
+                group = Group(own["source"], self.options, {"dataset": dataset, "term": term})
+                found += self._decodings(own, group)
+                if term == EVERY:
+                    found += self._differences(own, group)
+                turns = counted[counted["context_id"].isin(own["context_id"])]
+                if turns[SHARE].notna().any():
+                    group = replace(group, sources=turns["source"])
+                    found += in_parts(group, turns[SHARE], turns[IN_ROLE], decoding=COUNTED)
         return [*holm_corrected(found), *self._openings(rows), *self._by_lens(rows, each)]
 
     def _decodings(self, own: pd.DataFrame, group: Group) -> Iterator[TidyEstimate]:
@@ -178,30 +240,26 @@ class Mass(Experiment):
         for quantity in (REST, MODE):
             yield group.mean(quantity, own[quantity], proportion=True, decoding=FIRST)
         for decoding in DECODINGS:
-            share, role = own[f"{decoding} {SHARE}"], own[f"{decoding} {IN_ROLE}"]
-            if share.isna().all():
-                continue
-            yield group.mean(RATE, share, proportion=True, decoding=decoding)
-            yield group.mean(IN_ROLE, role, proportion=True, decoding=decoding)
-            yield self._ratio(ONCE_IN_ROLE, share, role, group, decoding=decoding)
+            share = own[f"{decoding} {SHARE}"]
+            if share.notna().any():
+                yield from in_parts(group, share, own[f"{decoding} {IN_ROLE}"], decoding=decoding)
             if (wrong := f"{decoding} {AFTER_WRONG}") in own and own[wrong].notna().any():
                 yield group.mean(AFTER_WRONG, own[wrong], proportion=True, decoding=decoding)
-            if decoding != GREEDY and group.names["term"] == EVERY:
-                for quantity, values in ((RATE, share), (IN_ROLE, role)):
-                    base = own[f"{GREEDY} {SHARE if quantity == RATE else IN_ROLE}"]
-                    pair = values, own["source"], base, own["source"]
+
+    def _differences(self, own: pd.DataFrame, group: Group) -> Iterator[TidyEstimate]:
+        """What drawing adds to greedy turns, and how much of that the first token does."""
+        for decoding in (FIRST, WHOLE):
+            for quantity, of in ((RATE, SHARE), (IN_ROLE, IN_ROLE)):
+                drawn, greedy = own[f"{decoding} {of}"], own[f"{GREEDY} {of}"]
+                if drawn.notna().any():
+                    pair = drawn, own["source"], greedy, own["source"]
                     yield paired_row(group, f"{quantity}{LESS}", *pair, decoding=decoding)
-
-    def _ratio(
-        self, quantity: str, over: pd.Series, under: pd.Series, group: Group, **names: Any
-    ) -> TidyEstimate:
-        values, parts = over.fillna(0).to_numpy(), under.fillna(0).to_numpy()
-
-        def ratio(counts: np.ndarray) -> np.ndarray:
-            return (counts @ values) / np.maximum(counts @ parts, EPSILON)
-
-        (estimate,) = cluster_bootstrap(ratio, list(group.sources), **self.options)
-        return group.row(quantity, estimate, len(values), **names)
+        both = own[[f"{decoding} {SHARE}" for decoding in DECODINGS]].dropna()
+        if len(both):
+            base, first, whole = both.to_numpy(float).T
+            sources = own.loc[both.index, "source"]
+            held = ratio(first - base, whole - base, sources, self.options)
+            yield group.row(HELD, held, len(both), decoding=FIRST)
 
     def _openings(self, rows: pd.DataFrame) -> Iterator[TidyEstimate]:
         """Of the first tokens that carry most of the mass, what each adds to its mean, and its mean
@@ -242,57 +300,67 @@ class Mass(Experiment):
                 share, role, covered = map(pd.Series, values)
                 for quantity, value in zip(LENS.values(), (share, role, covered), strict=True):
                     yield group.mean(quantity, value, proportion=True)
-                yield self._ratio(OF_COVERED, share, covered, group)
+                part = ratio(share.fillna(0), covered.fillna(0), group.sources, self.options)
+                yield group.row(OF_COVERED, part, len(own))
 
     # -- shown ------------------------------------------------------------------------------------
 
     def tables(self, found: pd.DataFrame) -> list[Table]:
-        t = f"T = {self.args.temperature:g}"
-        made = tables_of(
-            f"follow-ups by how much of a turn is drawn at {t} ({self.intervals})",
-            found,
-            {
-                RATE: ("follow-ups", 2),
-                IN_ROLE: ("in role", 2),
-                ONCE_IN_ROLE: ("once in role", 2),
-                RATE + LESS: ("minus greedy", "+.2f"),
-                IN_ROLE + LESS: ("in role minus greedy", "+.2f"),
-                REST: ("not covered", 2),
-                AFTER_WRONG: ("after a wrong conversation", 2),
-            },
-            index=("dataset", "term", "decoding"),
+        parts = {
+            RATE: ("follow-ups", 2),
+            IN_ROLE: ("in role", 2),
+            ONCE_IN_ROLE: ("once in role", 2),
+        }
+        every, t = found[found["term"] == EVERY], f"T = {self.args.temperature:g}"
+        title = f"follow-ups by how much of a turn is drawn at {t}"
+        whole = tables_of(
+            f"{title} ({self.intervals})",
+            every,
+            parts | {RATE + LESS: ("minus greedy", "+.2f")},
+            index=("dataset", "decoding"),
             rows="conversations",
-            legend=f"{FIRST}: the follow-up mass; it is at most this number and what isn't covered "
-            "together. Once in role: follow-ups among turns that neither repeat the conversation "
-            "nor speak as the assistant.",
+            legend=f"{FIRST}: the follow-up mass; what is not covered may add to it. Once in role: "
+            "follow-ups by turns that neither repeat the conversation nor speak as the assistant. "
+            f"{COUNTED}: the run's own, which are counted in place of conversations.",
         )
-        made += tables_of(
-            f"by the logit lens at header_last, {t} ({self.intervals})",
-            found,
-            {
-                LENS[SHARE]: ("follow-up mass", 2),
-                LENS[IN_ROLE]: ("in role", 2),
-                LENS[REST]: ("covered", 2),
-                OF_COVERED: ("of what is covered", 2),
-            },
-            index=("term", "layer"),
-            rows="conversations",
-            full=True,
-            legend="Covered: the probability of all first tokens that were gone on from. Where it "
-            "is small, the mass is, too; of what is covered: mass / covered.",
-        )
-        return made + tables_of(
-            "the first tokens that carry most of the follow-up mass",
-            found,
-            {CARRIED: ("adds to the mass", 3), PROBABILITY: ("mean probability", 3)},
-            index=("opening",),
-            rows="conversations",
-            full=True,
-        )
+        return [
+            *whole[:1],
+            *tables_of(
+                f"{title}, by what the greedy turn is",
+                all_datasets(found[found["term"].isin([NONE, IS])]),
+                parts,
+                index=("term", "decoding"),
+                rows="conversations",
+            ),
+            *whole[1:],
+            *tables_of(
+                f"by the logit lens at header_last, {t} ({self.intervals})",
+                found,
+                {
+                    LENS[SHARE]: ("follow-up mass", 2),
+                    LENS[IN_ROLE]: ("in role", 2),
+                    LENS[REST]: ("covered", 2),
+                    OF_COVERED: ("of what is covered", 2),
+                },
+                index=("term", "layer"),
+                rows="conversations",
+                full=True,
+                legend="Covered: the probability of all first tokens that were gone on from. Where "
+                "it is small, the mass is, too; of what is covered: mass / covered.",
+            ),
+            *tables_of(
+                "the first tokens that carry most of the follow-up mass",
+                found,
+                {CARRIED: ("adds to the mass", 3), PROBABILITY: ("mean probability", 3)},
+                index=("opening",),
+                rows="conversations",
+                full=True,
+            ),
+        ]
 
     def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
-        rows = all_datasets(found)
-        rows = rows[(rows["term"] == EVERY) & rows["quantity"].isin([RATE, IN_ROLE])]
+        rows = all_datasets(found[found["term"] == EVERY])
+        rows = rows[rows["quantity"].isin([RATE, IN_ROLE])]
         title = f"{self.runs[0].model['name']}, T = {self.args.temperature:g}"
         drawn: Drawing = Bars(title, "share of turns", rows, names="decoding", by="quantity")
         layers = all_datasets(found[found["layer"].notna()])
@@ -306,28 +374,27 @@ class Mass(Experiment):
         return {"first_tokens": rows.drop(columns="source"), "contexts": masses(rows)}
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
-        whole = all_datasets(found[found["dataset"] != ""])
+        whole = all_datasets(found[found["term"] == EVERY])
 
-        def said(quantity: str, decoding: str, term: str = EVERY, digits: Any = 2) -> str:
-            rows = only(whole, quantity, term=term, decoding=decoding)
+        def said(quantity: str, decoding: str, digits: int | str = 2) -> str:
+            rows = only(whole, quantity, decoding=decoding)
             return cell_of(rows.iloc[0], digits) if len(rows) else ""
 
-        rest = only(whole, REST, term=EVERY)["value"].iloc[0]
+        rest = only(whole, REST)["value"].iloc[0]
         words = (
-            f"Greedy turns are follow-ups at a rate of {said(RATE, GREEDY)}; if the first token "
-            f"alone is drawn at T = {self.args.temperature:g}, at one of {said(RATE, FIRST)} (at "
-            f"most {rest:.2f} more)"
+            f"Greedy turns are follow-ups at a rate of {said(RATE, GREEDY)}; with the first token "
+            f"drawn at T = {self.args.temperature:g} it is {said(RATE, FIRST)} (at most "
+            f"{rest:.2f} more)"
         )
         if all_drawn := said(RATE, WHOLE):
-            words += f"; if all are, at {all_drawn}"
-        words += f". In role are {said(IN_ROLE, GREEDY)} of greedy turns, {said(IN_ROLE, FIRST)}"
-        words += f" and {said(IN_ROLE, WHOLE)}." if all_drawn else " with the first token drawn."
-        if latent := said(RATE, FIRST, NONE):
-            words += f" Where the greedy turn is none, the follow-up mass is {latent}."
+            words += f", with all tokens drawn {all_drawn}"
+            words += f"; the first token's share of the difference: {said(HELD, FIRST, AS_SHARE)}"
         control = f"{self.gate.short}."
+        if counted := said(RATE, COUNTED):
+            control = f"Of the run's own turns with one drawn token {counted} are. {control}"
         if floor := said(AFTER_WRONG, FIRST):
             control = f"After a wrong conversation the follow-up mass is {floor}. {control}"
-        return Conclusion(words, control)
+        return Conclusion(f"{words}.", control)
 
 
 main = Mass.main

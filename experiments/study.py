@@ -1,15 +1,17 @@
-"""How much do user turns depend on the response, and through which states?
+"""How often do user turns follow up, and where in the model is that decided?
 
-One command for a whole study of one model. The model writes several responses to each query and
-user turns after each. Then a judge labels the turns, and rates compare them with wrong
-conversations. Probes are trained. It is measured how many bits the turns tell about their response,
-and which states are enough for these bits. Temperatures, a prompt and an opening are tried
-against greedy decoding. One page reports it all. Every stage is also a command of its own. If the
-study is stopped, the same command continues; a finished study computes nothing again.
+One command for a whole study of one model. The model writes several responses to each query. After
+each it writes a greedy user turn, turns of which the first token alone is drawn at T = 0.7, and
+turns of which all tokens are. A judge labels the turns, and rates compare them with wrong
+conversations. The follow-up mass says how much of the difference the first token holds. It is
+measured how many bits the turns tell about their response, and which states are enough for these
+bits. Prompts and an opening are tried against greedy decoding. Probes are trained. One page reports
+it all. Every stage is also a command of its own. If the study is stopped, the same command
+continues; a finished study computes nothing again.
 
-The first sentence says whether sampling brings out follow-ups that greedy decoding hides (latent
-follow-ups). That takes 50 queries. Whether a state moves the follow-up rate takes --where
---samples 16.
+The first sentences say how often greedy and sampled turns are follow-ups, and whether sampling
+brings out follow-ups that greedy decoding hides (latent follow-ups). Fewer than 50 queries give
+counts alone. Whether a state moves the follow-up rate takes --where --samples 16.
 
 Needs: a model. Cost: the embedded model (135M) on two cores takes some two hours, with --quick
 ten minutes; --dry-run says which commands it gives, each of which has a --dry-run of its own.
@@ -33,7 +35,6 @@ from typing import Any
 import pandas as pd
 
 from experiments.change import HEADER, OWN, QUERY, RESPONSE, RESPONSES
-from experiments.elicit import BEST, GAP, GREEDY, biased
 from experiments.experiment import flag
 from experiments.grid import BITS, SHARE
 from experiments.grid import SAMPLES as APART
@@ -48,8 +49,10 @@ from experiments.locate import (
     follow_up_bits,
     strongest_windows,
 )
-from experiments.outcome import EXCESS
-from experiments.shown import estimates_of, headline, print_plan, too_few
+from experiments.mass import DECODINGS, EVERY, FIRST, GREEDY, RATE, REST, WHOLE, in_parts
+from experiments.mass import SHARE as FOLLOWS
+from experiments.outcome import IN_ROLE, ONCE_IN_ROLE, parts_of
+from experiments.shown import estimates_of, headline, only, print_plan, too_few
 from ia_mech.cli import (
     Parser,
     add_ray,
@@ -65,7 +68,8 @@ from ia_mech.cli import (
 from ia_mech.data.conversations import open_conversations
 from ia_mech.display import console, with_style
 from ia_mech.errors import UserError
-from ia_mech.estimates import all_datasets
+from ia_mech.estimates import ALL, Group, TidyEstimate, all_datasets
+from ia_mech.judge.rubric import FOLLOW_UP
 from ia_mech.likelihood.carried import CEILING
 from ia_mech.models.embedded import cache_dir, refuse_missing_model
 from ia_mech.rates.fit import highest, marked
@@ -76,6 +80,7 @@ from ia_mech.results import (
     Result,
     Table,
     about_runs,
+    cell_of,
     folder_of,
     kind_of,
     read,
@@ -88,17 +93,21 @@ from ia_mech.run import Run
 from ia_mech.run.labels import KEY, choose_judge
 
 NAME = "study"
-QUESTION = "How much do user turns depend on the response, and through which states?"
-TEMPERATURES = (0.7, 1.0)
+QUESTION = "How often do user turns follow up, and where in the model is that decided?"
+TEMPERATURES = (0.7,)
+DRAWN = (1, "all")  # tokens of a sampled turn
 RESPONSE_TOKENS, TURN_TOKENS = 512, 40
-QUICK = 12  # queries of --quick
+QUICK = 10  # queries of --quick
 PROBED = 40  # queries below which probes aren't tried: they need 20 sources of either kind
 BAD_INPUT = 2  # the exit status where a stage lacks what it needs
 WHERE = ("interchange", "learned-vector")  # folders of the stages of --where
+OPTIONAL = ("mass", "elicit")  # folders of results whose first tables are shown, if they are there
+LAYERS = WHERE  # folders of results that say at which layers, in the order of the sentence
 
 OPTIONS = {"level": 0.95, "resamples": 2000, "seed": 0}  # of the study's own estimates
 UNWORDED = "Turns may tell a response's content or only its wording (--wording tells them apart)."
-NO_VERDICT = f"not said whether follow-ups are latent: that takes {LEAST} queries"
+NO_VERDICT = f"counts alone, not whether follow-ups are latent: that takes {LEAST} queries"
+LEFT_OUT_QUICK = "elicit, maps or probes"
 
 
 @dataclass(frozen=True)
@@ -135,6 +144,7 @@ def stages(args: argparse.Namespace) -> list[Stage]:
     sample += ["--response", "generate", "--responses", str(RESPONSES)]
     sample += ["--response-temperature", "1", "--max-response-tokens", str(RESPONSE_TOKENS)]
     sample += ["--temperatures", *map(str, TEMPERATURES), "--samples", str(args.samples)]
+    sample += ["--drawn-tokens", *map(str, DRAWN)]
     sample += ["--max-new-tokens", str(TURN_TOKENS), "--out", run]
     sample += ["--unfinished"] * args.unfinished + ["--skip-unusable"] * args.skip_unusable
     locate = ["--queries", str(args.queries), "--recipients", str(args.recipients)]
@@ -143,9 +153,11 @@ def stages(args: argparse.Namespace) -> list[Stage]:
         Stage("sample", "ia_mech.collect.command", sample),
         Stage("judge", "ia_mech.judge.__main__", ["run", run, *shlex.split(args.judge or "")]),
         Stage("rates", "ia_mech.rates.__main__", [run], result="rates-{judge}"),
+        Stage("mass", "experiments.mass", [run, "--queries", str(args.queries)], True, "mass"),
         Stage("locate", "experiments.locate", [run, *locate], result="locate"),
-        Stage("elicit", "experiments.elicit", [run], result="elicit"),
     ]
+    if not args.quick:
+        found.append(Stage("elicit", "experiments.elicit", [run], result="elicit"))
     if args.wording:
         found.append(Stage("reaction", "experiments.reaction", [run], result="reaction"))
     if not args.quick and args.queries >= PROBED:
@@ -173,8 +185,7 @@ def result(out: Path) -> Result:
     """The study's own result, from those of its stages."""
     run = Run.open(out / "run")
     located = read(folder_of(run.path, "locate"))
-    elicited = read(folder_of(run.path, "elicit"))
-    judge = elicited.about["judge"]
+    judge = choose_judge([run], None)
     rows = pd.read_parquet(folder_of(run.path, "locate") / "rows.parquet")
     verdicts = run.labels.judgements(judge, [*KEY, "follow_up"]).dropna()
     verdicts = verdicts[run.drawn(verdicts)].astype({"context_id": object, "follow_up": float})
@@ -183,46 +194,105 @@ def result(out: Path) -> Result:
     of_follow_ups = estimates_of(
         follow_up_bits(rows, verdicts, OPTIONS), Locate.columns, OPTIONS["level"]
     )
-    parts = {"locate": located.estimates, "elicit": elicited.estimates, NAME: of_follow_ups}
+    drawn = drawn_rates(run, judge)
+    parts = {"locate": located.estimates}
+    parts[NAME] = pd.concat([drawn, of_follow_ups], ignore_index=True)
+    there = [one for one in OPTIONAL if kind_of(folder_of(run.path, one))]
+    more = {one: read(folder_of(run.path, one)) for one in there}
+    parts |= {one: each.estimates for one, each in more.items()}
     found = pd.concat([rows.assign(stage=name) for name, rows in parts.items()], ignore_index=True)
-    told, elicit = Lookup(located.estimates), Lookup(elicited.estimates)
+    told = Lookup(located.estimates)
 
     windows = strongest_windows(located.estimates, run.model["layers"], OPTIONS["level"])
     rates = read(folder_of(run.path, f"rates-{judge}"))
-    places = [folder_of(run.path, name) for name in WHERE]
     record = run.labels.record("judgements", judge)
-    moved = [read(place).sentence for place in places if kind_of(place)]
+    places = [folder_of(run.path, name) for name in LAYERS]
     sentence = [
+        how_often(drawn, run.model["name"]),
         verdict(all_datasets(rates.estimates), fit=highest(record)),
-        f"Sampled turns of {run.model['name']} tell {told(BITS, OWN)} of {CEILING:.2f} bits about "
-        f"which response they followed, greedy ones {told(BITS, OWN, 0.0)}.",
-        f"{enough_alone(located.estimates)}{windows and f'; {windows}'}.",
-        *moved,
-        f"By {named(judge)}, the follow-up rate of greedy turns minus that after another response "
-        f"to the same query is {elicit(EXCESS, GREEDY)}.",
-        f"The best other way of asking for a turn adds {elicit(GAP, BEST)}.{biased(run)}",
+        first_token(more["mass"]) if "mass" in more else "",
+        *[read(place).sentence for place in places if kind_of(place)],
+        f"Sampled turns tell {told(BITS, OWN)} of {CEILING:.2f} bits about which response they "
+        f"followed. {enough_alone(located.estimates)}{windows and f'; {windows}'}.",
     ]
     wording = folder_of(run.path, "reaction")
-    of_judge, *more = sentences_of(rates.control)
+    of_judge, *last = sentences_of(rates.control)
     control = [
-        "Bits and ways of asking are compared with other responses to the same query, latent "
-        f"follow-ups with wrong conversations; {of_judge[:1].lower()}{of_judge[1:]}",
+        "Follow-ups are compared with wrong conversations, bits with other responses to the same "
+        f"query; {of_judge[:1].lower()}{of_judge[1:]}",
         read(wording).control if kind_of(wording) else UNWORDED,
-        *more,
+        *last,
     ]
     sites = drawings(located.estimates, run.model["name"])["sites"]
     made = Result(
         name=NAME,
         question=QUESTION,
-        sentence=headline(" ".join(sentence).strip(), found),
+        sentence=headline(" ".join(filter(None, sentence)), found),
         control=" ".join(control),
         estimates=found,
-        tables=[_bits_table(located.estimates), *elicited.tables[:1]],
+        tables=[
+            _drawn_table(drawn),
+            _bits_table(located.estimates),
+            *(table for each in more.values() for table in each.tables[:1]),
+        ],
         figures={"sites": with_style(sites.draw)()},
-        notes=list(dict.fromkeys([*located.notes, *elicited.notes])),
+        notes=list(dict.fromkeys(note for one in (located, *more.values()) for note in one.notes)),
         about={"kind": NAME, **about_runs([run], [judge])},
     )
     return marked(made, record)
+
+
+def drawn_rates(run: Run, judge: str) -> pd.DataFrame:
+    """Estimates of follow-ups and their two parts, by how many tokens of a turn were drawn."""
+    turns = run.labelled(judge, texts=False)
+    turns = turns.join(parts_of(turns, FOLLOW_UP)[[FOLLOWS, IN_ROLE]])
+    counts = 0, 1, run.settings["max_new_tokens"]
+    found: list[TidyEstimate] = []
+    for drawn, decoding in zip(counts, DECODINGS, strict=True):
+        own = turns[turns["drawn_tokens"] == drawn]
+        group = Group(own["source"].to_numpy(), OPTIONS, {"dataset": ALL, "decoding": decoding})
+        found += in_parts(group, own[FOLLOWS], own[IN_ROLE])
+    return estimates_of(found, {"dataset": "str", "decoding": "str"}, OPTIONS["level"])
+
+
+def how_often(drawn: pd.DataFrame, model: str) -> str:
+    """How many turns are follow-ups, and in role, by how many of their tokens were drawn; of fewer
+    than :data:`LEAST` queries in counts."""
+    said, of = [], {GREEDY: f"greedy turns of {model}", FIRST: "turns with the first token drawn"}
+    of[WHOLE] = "turns with all tokens drawn"
+    for decoding in DECODINGS:
+        rows = drawn[drawn["decoding"] == decoding].set_index("quantity")
+        follow_ups, role = rows.loc[RATE], rows.loc[IN_ROLE]
+        turns = of[decoding]
+        if follow_ups["sources"] < LEAST:
+            counts = [f"{row['value'] * row['rows']:.0f}" for row in (follow_ups, role)]
+            said.append(f"{counts[0]} of {follow_ups['rows']} {turns} ({counts[1]} in role)")
+        else:
+            once = f", of these {cell_of(rows.loc[ONCE_IN_ROLE])}" * (ONCE_IN_ROLE in rows.index)
+            said.append(f"{cell_of(follow_ups)} of {turns} (in role {cell_of(role)}{once})")
+    return f"Follow-ups are {said[0]}, {said[1]} and {said[2]}."
+
+
+def first_token(mass: Result) -> str:
+    """What the first token holds. Of fewer than :data:`LEAST` queries, without intervals."""
+    rows = all_datasets(mass.estimates[mass.estimates["term"] == EVERY])
+    of = {one: only(rows, one, decoding=FIRST).iloc[0] for one in (RATE, REST)}
+    if of[RATE]["sources"] >= LEAST:
+        return mass.sentence
+    low = of[RATE]["value"]
+    return f"The follow-up mass of first tokens is {low:.2f} to {low + of[REST]['value']:.2f}."
+
+
+def _drawn_table(drawn: pd.DataFrame) -> Table:
+    return table_of(
+        f"user turns by how much of them is drawn at T = {TEMPERATURES[0]:g}",
+        drawn,
+        {name: (name, 2) for name in (RATE, IN_ROLE, ONCE_IN_ROLE)},
+        index=("decoding",),
+        rows="turns",
+        legend="In role: neither repeats the conversation nor speaks as the assistant. Once in "
+        "role: follow-ups by turns in role.",
+    )
 
 
 def _bits_table(located: pd.DataFrame) -> Table:
@@ -274,7 +344,7 @@ def build_parser() -> Parser:
     switch("--wording", help=wordings)
     states = "also whether follow-ups travel with a state, and after which layers a vector makes "
     switch("--where", help=f"{states}turns react to the response (hours)")
-    switch("--quick", help=f"{QUICK} queries, one sample, one recipient; no maps, no probes")
+    switch("--quick", help=f"{QUICK} queries, one sample, one recipient; without {LEFT_OUT_QUICK}")
     add("--out", path_of, None, "where all of it goes (default: cache/study-MODEL)", metavar="DIR")
     switch("--dry-run", help="say what is done, and stop")
     add_workers(parser)
@@ -371,7 +441,9 @@ def _print_plan(args: argparse.Namespace) -> None:
     lines = {"queries": f"{args.queries}; {written}; samples: {args.samples}"}
     for stage in stages(args):
         lines[stage.name] = f"{stage.module} {shlex.join(stage.words)}"
-    if args.queries < PROBED:
+    if args.quick:
+        lines["left out"] = f"{LEFT_OUT_QUICK}, which --quick has no time for"
+    elif args.queries < PROBED:
         lines["probes"] = f"left out: they need {PROBED} queries"
     if few := too_few(args.queries):
         lines["too few queries"] = few

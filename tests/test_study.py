@@ -58,10 +58,14 @@ def finished(model: str, data: str, out: Path) -> Path:
 
 def test_a_study_ends_with_one_sentence_its_control_and_a_page(made):
     found = read(made / STUDY)
+    assert re.search(
+        r"are \d+ of 16 greedy turns of \S+ \(\d+ in role\), \d+ of 16 turns with", found.sentence
+    )
+    assert "The follow-up mass of first tokens is" in found.sentence
     assert "of 1.58 bits about which response they followed" in found.sentence
     assert "The response's keys and values are enough for" in found.sentence
-    assert found.control.startswith("Bits and ways of asking are compared with other responses")
-    assert {"locate", "elicit", "study"} == set(found.estimates["stage"])
+    assert found.control.startswith("Follow-ups are compared with wrong conversations, bits")
+    assert {"mass", "locate", "study"} == set(found.estimates["stage"])
     assert "share of bits in follow-ups" in set(found.estimates["quantity"])
     assert "sites" in found.figures
     page = re.sub("<[^>]*>", "", (made / "report.html").read_text("utf-8"))
@@ -73,8 +77,8 @@ def test_a_study_prints_a_line_a_stage_its_result_and_one_table(made):
     assert len(said.encode()) <= 6000
     stages, _, rest = said.partition("\n\n")
     names = [line.partition(":")[0] for line in stages.splitlines()]
-    assert names == ["sample", "judge", "rates", "locate", "elicit"]
-    assert rest.count("┏") == 1 and "\nthe page: 1 more table" in rest
+    assert names == ["sample", "judge", "rates", "mass", "locate"]
+    assert rest.count("┏") == 1 and "\nthe page: 2 more tables" in rest
     assert rest.endswith(f"\npage: {made / 'report.html'}\n")
 
 
@@ -118,8 +122,8 @@ def test_killed_at_five_moments_it_comes_to_the_same_numbers(made, data, tiny_mo
         "run/contexts/*.parquet",
         "run/judgements/*.parquet",
         "run/results/locate/parts/*.parquet",
-        "run-elicit/prompt/run/contexts/*.parquet",
-        "run/results/elicit/rows.parquet",
+        "run-mass/turns/run/contexts/*.parquet",
+        "run/results/mass/estimates.parquet",
     ):
         # As many threads as these tests have: with more, sums round differently.
         alone = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
@@ -138,7 +142,7 @@ def test_killed_at_five_moments_it_comes_to_the_same_numbers(made, data, tiny_mo
 def test_a_plan_names_the_command_of_each_stage(tiny_model_dir, capfd, tmp_path):
     outcome = call(study.main, [tiny_model_dir, "--dry-run", "--out", f"{tmp_path}/no"], capfd)
     assert outcome.status == 0 and not (tmp_path / "no").exists()
-    for name in ("sample", "judge", "locate", "elicit", "probes", "all"):
+    for name in ("sample", "judge", "mass", "locate", "elicit", "probes", "all"):
         assert f"\n{name} " in f"\n{outcome.out}"
     where = ["m", "--where", "--samples", "16", "--judge", "llm --model 'a b'"]
     args = study.with_defaults(study.build_parser().parse_args(where))
