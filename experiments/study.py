@@ -102,7 +102,8 @@ PROBED = 40  # queries below which probes aren't tried: they need 20 sources of 
 BAD_INPUT = 2  # the exit status where a stage lacks what it needs
 WHERE = ("interchange", "learned-vector")  # folders of the stages of --where
 OPTIONAL = ("mass", "elicit")  # folders of results whose first tables are shown, if they are there
-LAYERS = WHERE  # folders of results that say at which layers, in the order of the sentence
+BY_LAYER = "interchange-mass"
+LAYERS = (BY_LAYER, *WHERE)  # folders of results that say at which layers, in the order of the sentence
 
 OPTIONS = {"level": 0.95, "resamples": 2000, "seed": 0}  # of the study's own estimates
 UNWORDED = "Turns may tell a response's content or only its wording (--wording tells them apart)."
@@ -154,6 +155,13 @@ def stages(args: argparse.Namespace) -> list[Stage]:
         Stage("judge", "ia_mech.judge.__main__", ["run", run, *shlex.split(args.judge or "")]),
         Stage("rates", "ia_mech.rates.__main__", [run], result="rates-{judge}"),
         Stage("mass", "experiments.mass", [run, "--queries", str(args.queries)], True, "mass"),
+        Stage(
+            "mass by layer",
+            "experiments.interchange",
+            [run, "--outcome", "mass", "--queries", str(args.queries)],
+            True,
+            BY_LAYER,
+        ),
         Stage("locate", "experiments.locate", [run, *locate], result="locate"),
     ]
     if not args.quick:

@@ -19,6 +19,7 @@ import pandas as pd
 import pytest
 from scipy import stats
 
+from experiments.moved_mass import half_moved
 from ia_mech.run.sources import split_source
 from ia_mech.stats import decomposed_difference
 
@@ -26,6 +27,9 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
 SMOL, QWEN = "smollm2-135m-instruct", "qwen2.5-coder-1.5b-instruct"
 MATHS = f"{QWEN}-maths"  # other GSM8K queries than those of the study
+NEW = f"{QWEN}-new"  # queries that no study had, and few tokens drawn
+ALL = 40  # drawn tokens of a whole turn
+DRAWN = {0: "none (greedy)", 1: "the first", 3: "the first three", ALL: "all"}
 MODELS, SETS = (QWEN, SMOL), (QWEN, MATHS, SMOL)
 SHORT = {QWEN: "Qwen", MATHS: "Qwen, maths", SMOL: "SmolLM2"}
 LAYERS = {SMOL: 30, QWEN: 28}
@@ -363,6 +367,129 @@ def blocks() -> str:
     return markdown(["a token of the response sees", "bits"], rows)
 
 
+# -- how much the first token holds ----------------------------------------------------------------
+
+
+@cache
+def drawn() -> pd.DataFrame:
+    """Turns after new queries, as annotated: ``drawn`` (how many of the first tokens; ALL of all),
+    ``follow_up`` and ``in_role``, 1 or 0."""
+    turns = table(NEW, "turns")
+    return turns.assign(
+        follow_up=(turns["category"] == "follow_up").astype(float),
+        in_role=(~turns["category"].isin(OUT_OF_ROLE)).astype(float),
+        judge=(turns["judged"] == "follow_up").astype(float),
+    )
+
+
+def at(count: int, what: str = "follow_up") -> pd.Series:
+    """Of each query, the rate among turns with so many drawn tokens."""
+    mine = drawn()[drawn()["drawn"] == count]
+    return mine.groupby("context")[what].mean()
+
+
+def once_in_role(count: int) -> pd.Series:
+    """Of each query with turns in role, the share of follow-ups among them."""
+    mine = drawn()[(drawn()["drawn"] == count) & (drawn()["in_role"] == 1)]
+    return mine.groupby("context")["follow_up"].mean()
+
+
+def by_drawn() -> str:
+    wrong, none, rows = table(NEW, "wrong"), at(0) == 0, []
+    head = ["of 100", "follow-ups", "in role", "follow-ups once in role"]
+    head += ["where the greedy turn is none", "where it is a follow-up", "after a wrong conversation"]
+    for count, name in DRAWN.items():
+        rate = at(count)
+        shown = wrong.loc[wrong["drawn"] == count, "category"] == "follow_up"
+        cells = [rate, at(count, "in_role"), once_in_role(count), rate[none], rate[~none]]
+        row = [name, *(percent(cell) for cell in cells)]
+        if not count:
+            row[4:6] = "0", "100"
+        rows.append([*row, f"{shown.sum()} of {len(shown)}"])
+    return markdown(head, rows)
+
+
+def rises() -> str:
+    rows = []
+    for count, name in list(DRAWN.items())[1:]:
+        parts = ("follow_up", "in_role")
+        rows.append([name, *(change(at(count, what) - at(0, what)) for what in parts)])
+    return markdown(["minus greedy, points of 100", "follow-ups", "in role"], rows)
+
+
+def third() -> pd.Series:
+    """What one drawn token brings in role, minus a third of what all bring."""
+    greedy = at(0, "in_role")
+    return at(1, "in_role") - greedy - (at(ALL, "in_role") - greedy) / 3
+
+
+def change_of_ratio() -> str:
+    """Follow-ups among turns in role, with all tokens drawn minus greedy, in points of 100: a
+    difference of ratios of means, by the delta method over queries."""
+    parts = [(at(count), at(count, "in_role")) for count in (ALL, 0)]
+    ratios = [share.mean() / role.mean() for share, role in parts]
+    effects = [
+        (share - ratio * role) / role.mean()
+        for (share, role), ratio in zip(parts, ratios, strict=True)
+    ]
+    _, low, high = student(effects[0] - effects[1])
+    value = ratios[0] - ratios[1]
+    return around((value, value + low, value + high), 1, sign=True, scale=100)
+
+
+def first_masses() -> pd.DataFrame:
+    """A row per context, by the judge: the follow-up ``mass``, that ``in_role``, what is
+    ``covered``, and whether the ``greedy`` turn is a follow-up."""
+    tokens = table(NEW, "first_tokens")
+    follows = tokens["category"] == "follow_up"
+    inside = ~tokens["category"].isin(OUT_OF_ROLE)
+    parts = {"mass": follows, "in_role": inside, "covered": tokens["p"] > 0}
+    held = {name: (tokens["p"] * one).groupby(tokens["context"]).sum() for name, one in parts.items()}
+    greedy = follows[tokens["greedy"]].astype(float)
+    return pd.DataFrame(held).assign(greedy=greedy.set_axis(tokens["context"][tokens["greedy"]]))
+
+
+def openings() -> str:
+    tokens = table(NEW, "first_tokens")
+    count = tokens["context"].nunique()
+    carried = tokens["p"] * (tokens["category"] == "follow_up")
+    shares = pd.DataFrame({"mass": carried, "p": tokens["p"]}).groupby(tokens["opening"]).sum() / count
+    rows = [
+        [f"`{name[1:-1]}`", f"{one['p']:.3f}", f"{one['mass']:.3f}"]
+        for name, one in shares.nlargest(8, "mass").iterrows()
+    ]
+    return markdown(["first token", "mean probability", "adds to the mass"], rows)
+
+
+def moved_masses() -> pd.DataFrame:
+    """Of recipients and layers: ``moved`` (high minus low donor), ``equal`` (two equal donors)."""
+    found = table(NEW, "layers")
+    pairs = {"moved": ("high", "low"), "equal": ("equal a", "equal b")}
+    pairs |= {"in_role": ("in role high", "in role low")}
+    return found.assign(**{name: found[a] - found[b] for name, (a, b) in pairs.items()})
+
+
+def by_layer() -> str:
+    found, rows = moved_masses(), []
+    for layer in (4, 8, 10, 11, 12, 14, 16, 18, 20, 22, 24, 26, 28):
+        cell = found[found["layer"] == layer]
+        rows.append([str(layer), *(more(cell[name]) for name in ("moved", "in_role", "equal"))])
+    return markdown(["after layer", "high minus low", "in role", "two equal donors"], rows)
+
+
+def first_half() -> int:
+    """The layer from which on more than half is moved, on average."""
+    mean_of = moved_masses().groupby("layer")["moved"].mean()
+    above = mean_of > mean_of.iloc[-1] / 2
+    return int(above[::-1].cumprod()[::-1].idxmax())
+
+
+def half_from() -> list[int]:
+    """The confidence set of the layer from which on more than half is moved."""
+    set_of = half_moved(table(NEW, "layers"), "", 0.95)
+    return [row.names["layer"] for row in set_of if row.estimate.value > 0.05]
+
+
 # -- sentences -------------------------------------------------------------------------------------
 
 
@@ -385,10 +512,10 @@ def found_sentences(short: bool) -> list[str]:
     all_q, own_q, head_q = (
         mean(site(QWEN, name)) for name in ("own context", "response", "header")
     )
-    own_new, head_new = (
-        f"{abs(site(QWEN, f'written: {name}').mean()):.2f}" for name in ("response", "header")
-    )
     low, high = (f"{100 * end:.0f}" for end in student(by_readers(QWEN, BEYOND_WRONG))[1:])
+    new = {count: mean(100 * at(count), 0) for count in DRAWN}
+    role = {count: mean(100 * at(count, "in_role"), 0) for count in DRAWN}
+    layers, first = half_from(), first_half()
     brief = f"""**Sampling brings more follow-ups in one model of two.** In Qwen2.5-Coder-1.5B,
     {readers[0]}% of greedy user turns are follow-ups, and {readers[1]}% of turns sampled at
     temperature 0.7. Placed after another conversation, {readers[2]}% and {readers[3]}% of them
@@ -396,16 +523,18 @@ def found_sentences(short: bool) -> list[str]:
     {mean(100 * by_readers(QWEN, BEYOND_WRONG), 0)} points (95% interval: {low} to {high}). In
     SmolLM2-135M no rise is shown.
 
-    **Sampling keeps Qwen in the user's role.** {mean(100 * out[0], 0)}% of its greedy turns repeat
-    the conversation or speak as the assistant; {mean(100 * out[1], 0)}% of its sampled turns do.
-    Among turns that do neither, {within[0]}% of greedy ones are follow-ups, and {within[1]}% of
-    sampled ones.
+    **Sampling keeps Qwen in the user's role, and the first token does part of that.** On
+    {len(at(0))} new queries {role[0]}% of greedy turns are in role (they neither repeat the
+    conversation nor speak as the assistant), {role[1]}% if the first token alone is drawn, and
+    {role[ALL]}% if all are; {new[0]}%, {new[1]}% and {new[ALL]}% are follow-ups. Among turns in role
+    no rise is shown.
 
-    **A turn depends on the response's tokens, hardly on the user header's.** A sampled Qwen turn
-    tells {all_q} of at most 1.58 bits about which of three responses it followed. If only the
-    response's keys and values stay and all others are patched in from another response, {own_q} are
-    left; if only the header's stay, {head_q}. Turns newly written after such patching tell
-    {own_new} and {head_new}."""
+    **The header's last token holds much of whether a follow-up comes, the response's tokens what it
+    says.** Put into another conversation, that token's state moves the probability of first tokens
+    that lead to follow-ups: by more than half of what it can from layer {first} of 28 on (95%
+    confidence set: {layers[0]} to {layers[-1]}). Of the {all_q} bits that a sampled turn tells about
+    its response, the response's keys and values alone keep {own_q},
+    the header's {head_q}."""
     said = f"""{readers[0]}% of Qwen2.5-Coder-1.5B's greedy user turns are follow-ups, and
     {readers[1]}% of its sampled turns are; in SmolLM2-135M no rise is shown.
 
@@ -472,11 +601,48 @@ After maths {mean(refused, 0)}% of Qwen's greedy turns refuse (they speak as the
     tells = amount(site(SMOL, "header", 0.0, what="first_bits"))
     first_token = f"""A greedy turn's first token, drawn from the header's last state, tells {tells}
     bits."""
+    labels = drawn().dropna(subset="second_reading").drop_duplicates(["context", "text"])
+    second = (labels["second_reading"] == "follow_up").astype(float)
+    twice = kappa(labels["follow_up"].to_numpy(), second.to_numpy())
+    judge = kappa(drawn()["follow_up"].to_numpy(), drawn()["judge"].to_numpy())
+    held, none = first_masses(), at(0) == 0
+    layers, ends = half_from(), moved_masses().groupby("layer")["moved"].mean()
+    ratio = ends / ends.iloc[-1]
+    first = f"""Two annotators agree with κ {twice:.2f} on {len(labels)} turns, the judge with the first
+    of them with κ {judge:.2f}.
+
+    1. With all tokens drawn, there are more follow-ups than among greedy turns: **yes**
+    ({change(at(ALL) - at(0))}).
+
+    2. So with one drawn token: **yes** ({change(at(1) - at(0))}).
+
+    3. One drawn token keeps more turns in role: **yes** ({change(at(1, "in_role") - at(0, "in_role"))}).
+    More than a third of what all bring: **not shown** ({change(third())} beyond a third).
+
+    4. Among turns in role follow-ups don't become more frequent by 10 points: **not shown**
+    ({change_of_ratio()}).
+
+    5. Where the greedy turn is none, one drawn token gives follow-ups to more than 15 of 100:
+    **{"yes, barely" if student(at(1)[none])[1] > 0.15 else "not shown"}** ({percent(at(1)[none])}).
+
+    6. Where it is one, one drawn token gives fewer follow-ups than all: **not shown**
+    ({change((at(1) - at(ALL))[~none])}).
+
+    7. There the mass is above 0.15: **yes** ({amount(held["mass"][held["greedy"] == 0])} where the
+    judge calls the greedy turn none; {amount(held["mass"])} in all, {mean(held["covered"])} of the
+    probability being covered).
+
+    8. The header's last state moves the mass by more than half of what the donors' own first tokens
+    do in the last quarter of the layers: **yes** ({ratio[22]:.2f} after layer 22). By less than a
+    tenth in the first half: **no** ({ratio[10]:.2f} after layer 10, {ratio[14]:.2f} after layer 14).
+
+    More than half is moved from layer {first_half()} on; the 95% confidence set of this layer is
+    {layers[0]} to {layers[-1]}."""
     compare = [folded(one) for one in both.split("\n\n")]
     return {
         "compare": compare,
         SMOL: [folded(first_token)],
-        QWEN: [folded(one) for one in qwen.split("\n\n")],
+        QWEN: [folded(one) for one in f"{qwen}\n\n{first}".split("\n\n")],
     }
 
 
@@ -486,6 +652,7 @@ def pages() -> dict[str, list[str]]:
     tables = {"compare": [how_often(), roles(), where()]}
     tables |= {m: [datasets(m), sites(m), windows(m)] for m in MODELS}
     tables[SMOL] += [blocks()]
+    tables[QWEN] += [by_drawn(), rises(), openings(), by_layer()]
     found = {f"docs/results/{name}.md": tables[name] + sentences()[name] for name in tables}
     found["docs/results/compare.md"] += found_sentences(short=False)
     return {"README.md": found_sentences(short=True)} | found

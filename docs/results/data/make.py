@@ -2,11 +2,14 @@
 
     python docs/results/data/make.py FOLDER OUT
     python docs/results/data/make.py scores OUT
+    python docs/results/data/make.py drawn RUN OUT
     python docs/results/data/make.py figures
 
 FOLDER holds run/ (with results of locate and of ``rates --by correct``) and bands/ (of locate
 --maps bands blocks); a table without its folder is left out.
-``verdicts.py`` then judges the turns. ``scores`` needs the model: it scores turns of
+``verdicts.py`` then judges the turns. RUN of ``drawn`` was sampled with ``--drawn-tokens 1 3 all``;
+it has labels of the annotators ``reader`` and, perhaps, ``second``, and results of ``mass`` and
+``interchange --outcome mass``. ``scores`` needs the model: it scores turns of
 OUT/turns.parquet after each response to their query, in an hour or two of a CPU.
 """
 
@@ -19,13 +22,21 @@ import pandas as pd
 from scipy.stats import t as student_t
 
 from experiments.change import OWN
+from experiments.control import ARMS
 from experiments.locate import ALL_LAYERS, ALL_WRITTEN, PART_SITES
-from experiments.outcome import of_first_tokens, of_later_tokens, query_bits_of, with_own_scores
+from experiments.outcome import (
+    IN_ROLE,
+    of_first_tokens,
+    of_later_tokens,
+    query_bits_of,
+    with_own_scores,
+)
 from experiments.shown import Bars, Lines
 from ia_mech import Run
 from ia_mech.chat.template import message
 from ia_mech.collect.plan import build_chat, probe_ids
 from ia_mech.engine.check import check_engine
+from ia_mech.judge.rubric import FOLLOW_UP, OUT_OF_ROLE
 from ia_mech.likelihood.scorer import after_each, score_turns
 from ia_mech.models import embedded
 from ia_mech.models.load import load
@@ -116,6 +127,31 @@ def scores(folder: Path, samples: int = 2) -> pd.DataFrame:
     return pd.DataFrame(found)
 
 
+def drawn(run: Run, folder: Path) -> dict[str, pd.DataFrame]:
+    """Turns by how many of their first tokens were drawn, first tokens, and moved masses."""
+    key, labels = [*TURN, "drawn_tokens"], run.labels
+    judged = run.labelled("builtin")[[*key, "text", "category", "follow_up_probability"]]
+    own = judged.rename(columns={"category": "judged", "follow_up_probability": "probability"})
+    wrong = labels.decoys("reader", "annotations")[[*key, "shown"]]
+    for name in labels.annotators:
+        names = {"category": "category" if name == "reader" else f"{name}_reading"}
+        of_own = labels.annotations(name)[[*key, "category"]].rename(columns=names)
+        of_wrong = labels.decoys(name, "annotations")[[*key, "shown", "category"]]
+        own = own.merge(of_own, "left", key)
+        wrong = wrong.merge(of_wrong.rename(columns=names), "left", [*key, "shown"])
+    tables = {"contexts": contexts(run, folder), "turns": own, "wrong": wrong}
+    results = run.path / "results"
+    first = pd.read_parquet(results / "mass/first_tokens.parquet")
+    tables["first_tokens"] = first[["context_id", "opening", "p", "greedy", "category", "text"]]
+    moved = results / "interchange-mass/rows.parquet"
+    if moved.is_file():
+        parts = ["", f"{IN_ROLE} ", "own ", "query "]
+        columns = [f"{part}{arm}" for part in parts for arm in ARMS]
+        tables["layers"] = pd.read_parquet(moved)[["source", "layer", "unchanged", *columns]]
+    renamed = {"context_id": "context", "drawn_tokens": "drawn"}
+    return {name: one.rename(columns=renamed) for name, one in tables.items()}
+
+
 def main(folder: Path, out: Path) -> None:
     """Write all tables that the folder has the results for."""
     run = Run.open(folder / "run")
@@ -156,8 +192,27 @@ def estimates(models: dict[str, Path], names: dict[str, tuple[str, int]]) -> pd.
     return pd.DataFrame(rows)
 
 
+def by_drawn() -> Bars:
+    """Follow-ups, and turns in role, by how many of a turn's first tokens are drawn."""
+    turns = pd.read_parquet(Path(__file__).parent / "qwen2.5-coder-1.5b-instruct-new/turns.parquet")
+    what = {
+        "follow-ups": turns["category"] == FOLLOW_UP,
+        "in role": ~turns["category"].isin(OUT_OF_ROLE),
+    }
+    rows = []
+    for count, name in {0: "greedy", 1: "first token", 3: "first three", MOST: "all"}.items():
+        mine = turns["drawn"] == count
+        for kind, counts in what.items():
+            each = counts[mine].astype(float).groupby(turns["context"][mine]).mean()
+            reach = student_t.ppf(0.975, len(each) - 1) * each.sem()
+            rows.append({"term": name, "dataset": kind, "value": each.mean()})
+            rows[-1] |= {"low": each.mean() - reach, "high": each.mean() + reach}
+    title = "Qwen2.5-Coder-1.5B, 140 new queries: tokens drawn at T = 0.7, the rest greedy"
+    return Bars(title, "share of turns", pd.DataFrame(rows))
+
+
 def figures(models: dict[str, Path], out: Path) -> None:
-    """The two figures of the README: sites, and windows of layers, of both models."""
+    """Sites, and windows of layers, of both models; and README's figure of drawn tokens."""
     parts = {"everything": OWN, "response and header": "response and header"}
     parts |= {"the response": "response", "the header": "header", "the query (control)": "query"}
     sites = {name: (f"written: {part}", -1) for name, part in parts.items()}
@@ -169,7 +224,8 @@ def figures(models: dict[str, Path], out: Path) -> None:
     rows = estimates(models, windows).dropna()
     words = "keys and values of the response, four layers alone", "middle layer", what
     lines = Lines(*words, rows, across="layer", by="dataset")
-    for name, drawing in {"compare-models": bars, "compare-layers": lines}.items():
+    made = {"compare-models": bars, "compare-layers": lines, "drawn": by_drawn()}
+    for name, drawing in made.items():
         drawing.draw().savefig(out / f"{name}.png", dpi=150, bbox_inches="tight")
 
 
@@ -181,6 +237,9 @@ if __name__ == "__main__":
             "Qwen2.5-Coder-1.5B": "qwen2.5-coder-1.5b-instruct",
         }
         figures({name: data / folder for name, folder in both.items()}, data.parents[1] / "figures")
+    elif sys.argv[1] == "drawn":
+        given = Run.open(sys.argv[2])
+        write(drawn(given, given.path.parent), Path(sys.argv[3]))
     elif sys.argv[1] == "scores":
         out = Path(sys.argv[2]).resolve()
         write({"scores": scores(out)}, out)
