@@ -21,7 +21,7 @@ from scipy import stats
 
 from experiments.moved_mass import half_moved
 from ia_mech.run.sources import split_source
-from ia_mech.stats import decomposed_difference
+from ia_mech.stats import decomposed_difference, dyadic_mean
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -370,51 +370,80 @@ def blocks() -> str:
 # -- how much the first token holds ----------------------------------------------------------------
 
 
+BOTH = ("category", "second_reading")  # the labels of two annotators
+
+
 @cache
-def drawn(model: str = NEW) -> pd.DataFrame:
-    """Turns after new queries, as annotated: ``drawn`` (how many of the first tokens; ALL of all),
-    ``follow_up`` and ``in_role``, 1 or 0."""
-    turns = table(model, "turns").dropna(subset="category")
-    return turns.assign(
-        follow_up=(turns["category"] == "follow_up").astype(float),
-        in_role=(~turns["category"].isin(OUT_OF_ROLE)).astype(float),
-        judge=(turns["judged"] == "follow_up").astype(float),
-    )
+def drawn(model: str = NEW, readings: tuple[str, ...] = BOTH) -> pd.DataFrame:
+    """Turns after new queries, a row for each annotator: ``drawn`` (how many of the first tokens;
+    ALL of all), ``follow_up`` and ``in_role``, 1 or 0, and whether this annotator calls the greedy
+    turn of the context a follow-up (``greedy``)."""
+    turns, found = table(model, "turns"), []
+    for name in readings:
+        one = turns.assign(label=turns[name]).dropna(subset="label")
+        one["follow_up"] = (one["label"] == "follow_up").astype(float)
+        one["in_role"] = (~one["label"].isin(OUT_OF_ROLE)).astype(float)
+        greedy = one[one["drawn"] == 0].set_index("context")["follow_up"]
+        found.append(one.assign(greedy=one["context"].map(greedy), annotator=name))
+    return pd.concat(found, ignore_index=True)
 
 
-def at(count: int, what: str = "follow_up", model: str = NEW) -> pd.Series:
-    """Of each query, the rate among turns with so many drawn tokens."""
-    mine = drawn(model)[drawn(model)["drawn"] == count]
-    return mine.groupby("context")[what].mean()
+def at(count: int, what: str = "follow_up", turns: pd.DataFrame | None = None) -> pd.Series:
+    """Of each query, the rate among turns with so many drawn tokens, the mean of annotators."""
+    turns = drawn() if turns is None else turns
+    return turns[turns["drawn"] == count].groupby("context")[what].mean()
 
 
-def once_in_role(count: int) -> pd.Series:
-    """Of each query with turns in role, the share of follow-ups among them."""
-    mine = drawn()[(drawn()["drawn"] == count) & (drawn()["in_role"] == 1)]
-    return mine.groupby("context")["follow_up"].mean()
+def where_greedy(is_one: int, readings: tuple[str, ...] = BOTH) -> pd.DataFrame:
+    turns = drawn(readings=readings)
+    return turns[turns["greedy"] == is_one]
+
+
+def once_in_role(count: int) -> Ends:
+    """Follow-ups among turns in role: a ratio of means, by the delta method over queries."""
+    return ratio_of(at(count), at(count, "in_role"))
+
+
+def ratio_of(over: pd.Series, under: pd.Series) -> Ends:
+    ratio = over.mean() / under.mean()
+    value, low, high = student((over - ratio * under) / under.mean())
+    return ratio + value, ratio + low, ratio + high
 
 
 def by_drawn() -> str:
-    wrong, none, rows = table(NEW, "wrong"), at(0) == 0, []
+    wrong, rows = table(NEW, "wrong"), []
     head = ["of 100", "follow-ups", "in role", "follow-ups once in role"]
-    head += ["where the greedy turn is none", "where it is a follow-up", "after a wrong conversation"]
+    head += ["where the greedy turn is none", "where it is one", "after a wrong conversation"]
     for count, name in DRAWN.items():
-        rate = at(count)
-        shown = wrong.loc[wrong["drawn"] == count, "category"] == "follow_up"
-        cells = [rate, at(count, "in_role"), once_in_role(count), rate[none], rate[~none]]
-        row = [name, *(percent(cell) for cell in cells)]
-        if not count:
-            row[4:6] = "0", "100"
-        rows.append([*row, f"{shown.sum()} of {len(shown)}"])
+        mine = wrong[wrong["drawn"] == count]
+        counted = sum((mine[one] == "follow_up").mean() for one in BOTH) / 2
+        row = [name, percent(at(count)), percent(at(count, "in_role"))]
+        row.append(around(once_in_role(count), 0, scale=100))
+        row += [percent(at(count, turns=where_greedy(one))) if count else "" for one in (0, 1)]
+        rows.append([*row, f"{100 * counted:.0f} (of {len(mine)})"])
     return markdown(head, rows)
 
 
 def rises() -> str:
     rows = []
     for count, name in list(DRAWN.items())[1:]:
-        parts = ("follow_up", "in_role")
-        rows.append([name, *(change(at(count, what) - at(0, what)) for what in parts)])
-    return markdown(["minus greedy, points of 100", "follow-ups", "in role"], rows)
+        row = [name]
+        for what in ("follow_up", "in_role"):
+            row.append(change(at(count, what) - at(0, what)))
+            if what == "follow_up":
+                for reading in BOTH:
+                    turns = drawn(readings=(reading,))
+                    row.append(change(at(count, what, turns) - at(0, what, turns)))
+        rows.append(row)
+    head = ["minus greedy, points of 100", "follow-ups", "one annotator", "the other", "in role"]
+    return markdown(head, rows)
+
+
+def by_kind(count: int) -> list[str]:
+    """The rise of follow-ups after each kind of query."""
+    kind = table(NEW, "contexts").set_index("context")["dataset"]
+    rise = at(count) - at(0)
+    return [change(rise[kind[rise.index] == name]) for name in ("builtin", "ifbench", "mt-bench")]
 
 
 def third() -> pd.Series:
@@ -424,15 +453,14 @@ def third() -> pd.Series:
 
 
 def change_of_ratio() -> str:
-    """Follow-ups among turns in role, with all tokens drawn minus greedy, in points of 100: a
-    difference of ratios of means, by the delta method over queries."""
+    """Follow-ups among turns in role, with all tokens drawn minus greedy, in points of 100."""
     parts = [(at(count), at(count, "in_role")) for count in (ALL, 0)]
-    ratios = [share.mean() / role.mean() for share, role in parts]
-    effects = [
-        (share - ratio * role) / role.mean()
-        for (share, role), ratio in zip(parts, ratios, strict=True)
+    ratios = [over.mean() / under.mean() for over, under in parts]
+    each = [
+        (over - ratio * under) / under.mean()
+        for (over, under), ratio in zip(parts, ratios, strict=True)
     ]
-    _, low, high = student(effects[0] - effects[1])
+    _, low, high = student(each[0] - each[1])
     value = ratios[0] - ratios[1]
     return around((value, value + low, value + high), 1, sign=True, scale=100)
 
@@ -444,7 +472,9 @@ def first_masses(model: str = NEW) -> pd.DataFrame:
     follows = tokens["category"] == "follow_up"
     inside = ~tokens["category"].isin(OUT_OF_ROLE)
     parts = {"mass": follows, "in_role": inside, "covered": tokens["p"] > 0}
-    held = {name: (tokens["p"] * one).groupby(tokens["context"]).sum() for name, one in parts.items()}
+    held = {
+        name: (tokens["p"] * one).groupby(tokens["context"]).sum() for name, one in parts.items()
+    }
     greedy = follows[tokens["greedy"]].astype(float)
     return pd.DataFrame(held).assign(greedy=greedy.set_axis(tokens["context"][tokens["greedy"]]))
 
@@ -453,7 +483,9 @@ def openings() -> str:
     tokens = table(NEW, "first_tokens")
     count = tokens["context"].nunique()
     carried = tokens["p"] * (tokens["category"] == "follow_up")
-    shares = pd.DataFrame({"mass": carried, "p": tokens["p"]}).groupby(tokens["opening"]).sum() / count
+    shares = (
+        pd.DataFrame({"mass": carried, "p": tokens["p"]}).groupby(tokens["opening"]).sum() / count
+    )
     rows = [
         [f"`{name[1:-1]}`", f"{one['p']:.3f}", f"{one['mass']:.3f}"]
         for name, one in shares.nlargest(8, "mass").iterrows()
@@ -462,19 +494,41 @@ def openings() -> str:
 
 
 def moved_masses() -> pd.DataFrame:
-    """Of recipients and layers: ``moved`` (high minus low donor), ``equal`` (two equal donors)."""
+    """Of recipients and layers: ``moved`` (high minus low donor), and two equal donors'
+    difference (``equal``)."""
     found = table(NEW, "layers")
     pairs = {"moved": ("high", "low"), "equal": ("equal a", "equal b")}
     pairs |= {"in_role": ("in role high", "in role low")}
     return found.assign(**{name: found[a] - found[b] for name, (a, b) in pairs.items()})
 
 
+def over_pairs(cell: pd.DataFrame, name: str) -> Ends:
+    """A mean with its interval over recipients' and donors' queries."""
+    donors = ("equal a", "equal b") if name == "equal" else ("high", "low")
+    queries = [cell["source"], *(cell[f"query {arm}"] for arm in donors)]
+    found = dyadic_mean(cell[name], *queries)
+    return found.value, found.low, found.high
+
+
 def by_layer() -> str:
     found, rows = moved_masses(), []
     for layer in (4, 8, 10, 11, 12, 14, 16, 18, 20, 22, 24, 26, 28):
         cell = found[found["layer"] == layer]
-        rows.append([str(layer), *(more(cell[name]) for name in ("moved", "in_role", "equal"))])
+        each = [
+            around(over_pairs(cell, name), 2, sign=True) for name in ("moved", "in_role", "equal")
+        ]
+        rows.append([str(layer), *each])
     return markdown(["after layer", "high minus low", "in role", "two equal donors"], rows)
+
+
+def apart() -> str:
+    """By how much the donors' own masses differ, by their own openings."""
+    found, own = table(NEW, "layers").drop_duplicates("source"), first_masses()["mass"]
+    named = {
+        split_source(one)[1]: one for one in set(found["query high"]) | set(found["query low"])
+    }
+    mass = {source: own[query] for query, source in named.items()}
+    return mean(found["query high"].map(mass) - found["query low"].map(mass))
 
 
 def first_half() -> int:
@@ -516,6 +570,9 @@ def found_sentences(short: bool) -> list[str]:
     new = {count: mean(100 * at(count), 0) for count in DRAWN}
     role = {count: mean(100 * at(count, "in_role"), 0) for count in DRAWN}
     layers, first = half_from(), first_half()
+    last = moved_masses()
+    ends = over_pairs(last[last["layer"] == 28], "moved")
+    moved = f"{ends[0]:.2f} (95% interval: {ends[1]:.2f} to {ends[2]:.2f})"
     brief = f"""**Sampling brings more follow-ups in one model of two.** In Qwen2.5-Coder-1.5B,
     {readers[0]}% of greedy user turns are follow-ups, and {readers[1]}% of turns sampled at
     temperature 0.7. Placed after another conversation, {readers[2]}% and {readers[3]}% of them
@@ -526,15 +583,14 @@ def found_sentences(short: bool) -> list[str]:
     **Sampling keeps Qwen in the user's role, and the first token does part of that.** On
     {len(at(0))} new queries {role[0]}% of greedy turns are in role (they neither repeat the
     conversation nor speak as the assistant), {role[1]}% if the first token alone is drawn, and
-    {role[ALL]}% if all are; {new[0]}%, {new[1]}% and {new[ALL]}% are follow-ups. Among turns in role
-    no rise is shown.
+    {role[ALL]}% if all are; {new[0]}%, {new[1]}% and {new[ALL]}% are follow-ups. Among turns in
+    role no rise is shown.
 
-    **The header's last token holds much of whether a follow-up comes, the response's tokens what it
+    **The header's last token holds part of whether a follow-up comes, the response's tokens what it
     says.** Put into another conversation, that token's state moves the probability of first tokens
-    that lead to follow-ups: by more than half of what it can from layer {first} of 28 on (95%
-    confidence set: {layers[0]} to {layers[-1]}). Of the {all_q} bits that a sampled turn tells about
-    its response, the response's keys and values alone keep {own_q},
-    the header's {head_q}."""
+    that lead to follow-ups by {moved}, by more than half of that from layer {first} of 28 on (set:
+    {layers[0]} to {layers[-1]}). Of the {all_q} bits that a sampled turn tells about its response,
+    the response's keys and values alone keep {own_q}, the header's {head_q}."""
     said = f"""{readers[0]}% of Qwen2.5-Coder-1.5B's greedy user turns are follow-ups, and
     {readers[1]}% of its sampled turns are; in SmolLM2-135M no rise is shown.
 
@@ -604,48 +660,58 @@ After maths {mean(refused, 0)}% of Qwen's greedy turns refuse (they speak as the
     tells = amount(site(SMOL, "header", 0.0, what="first_bits"))
     first_token = f"""A greedy turn's first token, drawn from the header's last state, tells {tells}
     bits."""
-    labels = drawn().dropna(subset="second_reading").drop_duplicates(["context", "text"])
-    second = (labels["second_reading"] == "follow_up").astype(float)
-    twice = kappa(labels["follow_up"].to_numpy(), second.to_numpy())
-    judge = kappa(drawn()["follow_up"].to_numpy(), drawn()["judge"].to_numpy())
-    held, none = first_masses(), at(0) == 0
-    small = {count: at(count, model=SMOL_NEW) for count in (0, ALL)}
-    layers, ends = half_from(), moved_masses().groupby("layer")["moved"].mean()
-    ratio = ends / ends.iloc[-1]
-    first = f"""Two annotators agree with κ {twice:.2f} on {len(labels)} turns, the judge with the first
-    of them with κ {judge:.2f}.
+    labels = table(NEW, "turns").drop_duplicates(["context", "text"])
+    said = [(labels[name] == "follow_up").astype(float).to_numpy() for name in (*BOTH, "judged")]
+    held, none, is_one = first_masses(), where_greedy(0), where_greedy(1)
+    small = {n: at(n, turns=drawn(SMOL_NEW, ("category",))) for n in (0, ALL)}
+    layers, cells = half_from(), moved_masses()
+    ends = cells.groupby("layer")["moved"].mean()
+    ratio, kinds = ends / ends.iloc[-1], by_kind(1)
+    last = around(over_pairs(cells[cells["layer"] == 28], "moved"), 2, sign=True)
+    builtin = cells["source"].map(lambda one: split_source(one)[0]) == "builtin"
+    at_end = around(over_pairs(cells[builtin & (cells["layer"] == 28)], "moved"), 2, sign=True)
+    first = f"""Two annotators, both language models, labelled all {len(table(NEW, "turns"))} turns;
+    numbers are means of both. They agree with κ {kappa(said[0], said[1]):.2f}, the judge with the
+    first of them with κ {kappa(said[0], said[2]):.2f}.
+
+    With one drawn token, follow-ups rise by {kinds[0]} after built-in queries, {kinds[1]} after
+    IFBench's and {kinds[2]} after MT-bench's.
 
     1. With all tokens drawn, there are more follow-ups than among greedy turns: **yes**
     ({change(at(ALL) - at(0))}).
 
     2. So with one drawn token: **yes** ({change(at(1) - at(0))}).
 
-    3. One drawn token keeps more turns in role: **yes** ({change(at(1, "in_role") - at(0, "in_role"))}).
-    More than a third of what all bring: **not shown** ({change(third())} beyond a third).
+    3. One drawn token keeps more turns in role, by more than a third of what all bring: **not
+    shown** (more in role: {change(at(1, "in_role") - at(0, "in_role"))}; beyond a third:
+    {change(third())}).
 
     4. Among turns in role follow-ups don't become more frequent by 10 points: **not shown**
     ({change_of_ratio()}).
 
-    5. Where the greedy turn is none, one drawn token gives follow-ups to more than 15 of 100:
-    **{"yes, barely" if student(at(1)[none])[1] > 0.15 else "not shown"}** ({percent(at(1)[none])}).
+    5. Where the greedy turn is none, one drawn token gives follow-ups to more than 15 of 100: **not
+    shown** ({around(student(at(1, turns=none)), 1, scale=100)}).
 
     6. Where it is one, one drawn token gives fewer follow-ups than all: **not shown**
-    ({change((at(1) - at(ALL))[~none])}).
+    ({change(at(1, turns=is_one) - at(ALL, turns=is_one))}).
 
-    7. There the mass is above 0.15: **yes** ({amount(held["mass"][held["greedy"] == 0])} where the
-    judge calls the greedy turn none; {amount(held["mass"])} in all, {mean(held["covered"])} of the
-    probability being covered).
+    7. Where the judge calls the greedy turn none, the mass is above 0.15: **yes, by the judge**
+    ({amount(held["mass"][held["greedy"] == 0])}; the first tokens cover {mean(held["covered"])} of
+    the probability). The judge says more than the annotators of just such turns (5).
 
     8. The header's last state moves the mass by more than half of what the donors' own first tokens
-    do in the last quarter of the layers: **yes** ({ratio[22]:.2f} after layer 22). By less than a
-    tenth in the first half: **no** ({ratio[10]:.2f} after layer 10, {ratio[14]:.2f} after layer 14).
+    do in the last quarter of the layers, and by less than a tenth in the first half: **no** (shares
+    after layers 22, 14 and 10: {ratio[22]:.2f}, {ratio[14]:.2f} and {ratio[10]:.2f}).
 
     9. In SmolLM2 the rate with all tokens drawn isn't above that of greedy turns by 10 points:
-    **yes** ({change(small[ALL] - small[0])}, {len(small[0])} queries; its mass is
-    {amount(first_masses(SMOL_NEW)["mass"])}).
+    **yes** ({change(small[ALL] - small[0])}, one annotator, {len(small[0])} queries).
 
     More than half is moved from layer {first_half()} on; the 95% confidence set of this layer is
-    {layers[0]} to {layers[-1]}."""
+    {layers[0]} to {layers[-1]}.
+
+    What can be moved is little: {last}, though the donors' own masses differ by {apart()}. Most of
+    that isn't in how likely first tokens are, but in what they lead to. After built-in queries
+    alone nothing is shown ({at_end})."""
     compare = [folded(one) for one in both.split("\n\n")]
     return {
         "compare": compare,

@@ -195,15 +195,16 @@ def estimates(models: dict[str, Path], names: dict[str, tuple[str, int]]) -> pd.
 def by_drawn() -> Bars:
     """Follow-ups, and turns in role, by how many of a turn's first tokens are drawn."""
     turns = pd.read_parquet(Path(__file__).parent / "qwen2.5-coder-1.5b-instruct-new/turns.parquet")
+    labels = [turns["category"], turns["second_reading"]]  # of two annotators
     what = {
-        "follow-ups": turns["category"] == FOLLOW_UP,
-        "in role": ~turns["category"].isin(OUT_OF_ROLE),
+        "follow-ups": sum((one == FOLLOW_UP).astype(float) for one in labels) / 2,
+        "in role": sum((~one.isin(OUT_OF_ROLE)).astype(float) for one in labels) / 2,
     }
     rows = []
     for count, name in {0: "greedy", 1: "first token", 3: "first three", MOST: "all"}.items():
         mine = turns["drawn"] == count
         for kind, counts in what.items():
-            each = counts[mine].astype(float).groupby(turns["context"][mine]).mean()
+            each = counts[mine].groupby(turns["context"][mine]).mean()
             reach = student_t.ppf(0.975, len(each) - 1) * each.sem()
             rows.append({"term": name, "dataset": kind, "value": each.mean()})
             rows[-1] |= {"low": each.mean() - reach, "high": each.mean() + reach}
