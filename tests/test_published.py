@@ -625,11 +625,6 @@ def sentences() -> dict[str, list[str]]:
     sampled = [by_three(m, BEYOND_SIBLINGS, change) for m in SETS]
     follow_ups = greedy.loc[greedy["follow_up"] == 1, "text"].str.strip()
     sorry = 100 * follow_ups.str.startswith(("I'm sorry", "I’m sorry", "I am sorry"))
-    wrong = [
-        mean(100 * by_readers(m, t), 0)
-        for m in (QWEN, MATHS)
-        for t in (GREEDY_WRONG, SAMPLED_WRONG)
-    ]
     both = f"""Judge and annotators agree with κ {agreement(SETS)} on turns after their own
     responses (Qwen {each[0]}, maths {each[1]}, SmolLM2 {each[2]}), two annotators with
     {two_readers()}.
@@ -639,15 +634,9 @@ def sentences() -> dict[str, list[str]]:
     judge misses follow-ups among greedy turns ({change(first)}). On all turns the judge says that
     the rate of SmolLM2 falls ({falls[0]}); on those with a label it doesn't ({falls[1]}).
 
-    Siblings are other responses to the same query. Sampled turns are follow-ups more often after
-    their own response than after siblings in SmolLM2 ({sampled[2][0]}; corrected
-    {sampled[2][1]}), hardly in Qwen ({sampled[0][0]}; {sampled[0][1]}).
-
-    The earlier judge (κ 0.55) called 23% and 24% of Qwen's greedy and sampled turns follow-ups
-    after a wrong conversation (21% and 19% after maths). Annotators: {wrong[0]}% and {wrong[1]}%
-    ({wrong[2]}% and {wrong[3]}%).
-
-    By its labels they ranked 0.55 ± 0.02 of pairs of responses rightly (SmolLM2: 0.59 ± 0.03)."""
+    **Siblings** are other responses to the same query. Sampled turns are follow-ups more often
+    after their own response than after siblings in SmolLM2 ({sampled[2][0]}; corrected
+    {sampled[2][1]}), hardly in Qwen ({sampled[0][0]}; {sampled[0][1]})."""
     qwen = f"""The share of turns that are likelier after their own response than after two siblings
     rises by {likelier[0]} in Qwen ({change(elsewhere)} on the {len(elsewhere)} queries where this
     wasn't seen first), {likelier[1]} after maths and {likelier[2]} in SmolLM2.
