@@ -493,10 +493,10 @@ def openings() -> str:
     return markdown(["first token", "mean probability", "adds to the mass"], rows)
 
 
-def moved_masses() -> pd.DataFrame:
+def moved_masses(model: str = NEW) -> pd.DataFrame:
     """Of recipients and layers: ``moved`` (high minus low donor), and two equal donors'
     difference (``equal``)."""
-    found = table(NEW, "layers")
+    found = table(model, "layers")
     pairs = {"moved": ("high", "low"), "equal": ("equal a", "equal b")}
     pairs |= {"in_role": ("in role high", "in role low")}
     return found.assign(**{name: found[a] - found[b] for name, (a, b) in pairs.items()})
@@ -701,10 +701,16 @@ After maths {mean(refused, 0)}% of Qwen's greedy turns refuse (they speak as the
     What can be moved is little: {last}, though the donors' own masses differ by {apart()}. Most of
     that isn't in how likely first tokens are, but in what they lead to. After built-in queries
     alone nothing is shown ({at_end})."""
+    own = moved_masses(SMOL_NEW)
+    donors = around(over_pairs(own[own["layer"] == 30], "moved"), 2, sign=True)
+    masses = first_masses(SMOL_NEW)["mass"]
+    not_there = f"""After {len(masses)} new queries its follow-up mass is {amount(masses)}. The
+    header's last state isn't shown to move it after any layer; what can be moved isn't shown to be
+    above 0 ({donors})."""
     compare = [folded(one) for one in both.split("\n\n")]
     return {
         "compare": compare,
-        SMOL: [folded(first_token)],
+        SMOL: [folded(first_token), folded(not_there)],
         QWEN: [folded(one) for one in f"{qwen}\n\n{first}".split("\n\n")],
     }
 
