@@ -103,7 +103,7 @@ BAD_INPUT = 2  # the exit status where a stage lacks what it needs
 WHERE = ("interchange", "learned-vector")  # folders of the stages of --where
 OPTIONAL = ("mass", "elicit")  # folders of results whose first tables are shown, if they are there
 BY_LAYER = "interchange-mass"
-LAYERS = (BY_LAYER, *WHERE)  # folders of results that say at which layers, in the order of the sentence
+LAYERS = (BY_LAYER, *WHERE)  # results that say at which layers, in the order of the sentence
 
 OPTIONS = {"level": 0.95, "resamples": 2000, "seed": 0}  # of the study's own estimates
 UNWORDED = "Turns may tell a response's content or only its wording (--wording tells them apart)."
