@@ -194,6 +194,11 @@ class Mass(Experiment):
     def rows(self) -> pd.DataFrame:
         """A row per first token, as of :func:`first_tokens`, with ``opening``, its text."""
         found = first_tokens(self.sampled[TURNS], self.judge_arms())
+        if found.loc[found["greedy"], SHARE].isna().all():
+            raise UserError(
+                f"the judge assessed no greedy turn of {self.sampled[TURNS].path}",
+                "have it judged again (ia-mech judge run)",
+            )
         texts = {i: repr(self.chat.text([i])) for i in set(found["token"])}
         return found.assign(opening=found["token"].map(texts))
 

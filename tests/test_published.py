@@ -27,6 +27,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
 SMOL, QWEN = "smollm2-135m-instruct", "qwen2.5-coder-1.5b-instruct"
 MATHS = f"{QWEN}-maths"  # other GSM8K queries than those of the study
+GEMMA_NEW = "gemma-3-270m-new"  # Qwen's conversations, by a model that saw no chats
 NEW, SMOL_NEW = f"{QWEN}-new", f"{SMOL}-new"  # queries that no study had, and few tokens drawn
 ALL = 40  # drawn tokens of a whole turn
 DRAWN = {0: "none (greedy)", 1: "the first", 3: "the first three", ALL: "all"}
@@ -488,7 +489,7 @@ def openings() -> str:
     )
     rows = [
         [f"`{name[1:-1]}`", f"{one['p']:.3f}", f"{one['mass']:.3f}"]
-        for name, one in shares.nlargest(8, "mass").iterrows()
+        for name, one in shares.nlargest(6, "mass").iterrows()
     ]
     return markdown(["first token", "mean probability", "adds to the mass"], rows)
 
@@ -512,7 +513,7 @@ def over_pairs(cell: pd.DataFrame, name: str) -> Ends:
 
 def by_layer() -> str:
     found, rows = moved_masses(), []
-    for layer in (4, 8, 10, 11, 12, 14, 16, 18, 20, 22, 24, 26, 28):
+    for layer in (4, 8, 10, 11, 12, 14, 16, 20, 24, 28):
         cell = found[found["layer"] == layer]
         each = [
             around(over_pairs(cell, name), 2, sign=True) for name in ("moved", "in_role", "equal")
@@ -569,6 +570,9 @@ def found_sentences(short: bool) -> list[str]:
     low, high = (f"{100 * end:.0f}" for end in student(by_readers(QWEN, BEYOND_WRONG))[1:])
     new = {count: mean(100 * at(count), 0) for count in DRAWN}
     role = {count: mean(100 * at(count, "in_role"), 0) for count in DRAWN}
+    base = drawn(GEMMA_NEW, ("judged",))
+    base = base[base["label"] != "cannot_assess"]
+    in_gemma = [mean(100 * at(count, "in_role", base), 0) for count in (0, ALL)]
     layers, first = half_from(), first_half()
     last = moved_masses()
     ends = over_pairs(last[last["layer"] == 28], "moved")
@@ -584,7 +588,8 @@ def found_sentences(short: bool) -> list[str]:
     {len(at(0))} new queries {role[0]}% of greedy turns are in role (they neither repeat the
     conversation nor speak as the assistant), {role[1]}% if the first token alone is drawn, and
     {role[ALL]}% if all are; {new[0]}%, {new[1]}% and {new[ALL]}% are follow-ups. Among turns in
-    role no rise is shown.
+    role no rise is shown. gemma-3-270m, which saw no chats, is kept in role, too
+    ({in_gemma[0]}% to {in_gemma[1]}%).
 
     **The header's last token holds part of whether a follow-up comes, the response's tokens what it
     says.** Put into another conversation, that token's state moves the probability of first tokens
@@ -701,6 +706,15 @@ After maths {mean(refused, 0)}% of Qwen's greedy turns refuse (they speak as the
     What can be moved is little: {last}, though the donors' own masses differ by {apart()}. Most of
     that isn't in how likely first tokens are, but in what they lead to. After built-in queries
     alone nothing is shown ({at_end})."""
+    base = drawn(GEMMA_NEW, ("judged",))
+    base = base[base["label"] != "cannot_assess"]
+    rates = {(n, what): at(n, what, base) for n in (0, ALL) for what in ("follow_up", "in_role")}
+    shown = [percent(one) for one in rates.values()]
+    grown = [change(rates[ALL, what] - rates[0, what]) for what in ("follow_up", "in_role")]
+    inside = base[(base["drawn"] == ALL) & (base["in_role"] == 1)]["follow_up"]
+    first += f"""\n\n    After the same conversations, gemma-3-270m puts {shown[1]} of 100 greedy
+    turns in role by the judge, and {shown[3]} with all tokens drawn ({grown[1]}). {shown[0]} and {shown[2]}
+    are follow-ups ({grown[0]}), {100 * inside.mean():.0f} of 100 turns in role."""
     own = moved_masses(SMOL_NEW)
     donors = around(over_pairs(own[own["layer"] == 30], "moved"), 2, sign=True)
     masses = first_masses(SMOL_NEW)["mass"]

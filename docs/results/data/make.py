@@ -8,7 +8,7 @@
 FOLDER holds run/ (with results of locate and of ``rates --by correct``) and bands/ (of locate
 --maps bands blocks); a table without its folder is left out.
 ``verdicts.py`` then judges the turns. RUN of ``drawn`` was sampled with ``--drawn-tokens 1 3 all``;
-it has labels of the annotators ``reader`` and, perhaps, ``second``, and results of ``mass`` and
+it may have labels of the annotators ``reader`` and ``second``, and results of ``mass`` and
 ``interchange --outcome mass``. ``scores`` needs the model: it scores turns of
 OUT/turns.parquet after each response to their query, in an hour or two of a CPU.
 """
@@ -132,17 +132,21 @@ def drawn(run: Run, folder: Path) -> dict[str, pd.DataFrame]:
     key, labels = [*TURN, "drawn_tokens"], run.labels
     judged = run.labelled("builtin")[[*key, "text", "category", "follow_up_probability"]]
     own = judged.rename(columns={"category": "judged", "follow_up_probability": "probability"})
-    wrong = labels.decoys("reader", "annotations")[[*key, "shown"]]
+    tables = {"contexts": contexts(run, folder)}
+    if labels.annotators:
+        tables["wrong"] = labels.decoys("reader", "annotations")[[*key, "shown"]]
     for name in labels.annotators:
         names = {"category": "category" if name == "reader" else f"{name}_reading"}
         of_own = labels.annotations(name)[[*key, "category"]].rename(columns=names)
         of_wrong = labels.decoys(name, "annotations")[[*key, "shown", "category"]]
         own = own.merge(of_own, "left", key)
-        wrong = wrong.merge(of_wrong.rename(columns=names), "left", [*key, "shown"])
-    tables = {"contexts": contexts(run, folder), "turns": own, "wrong": wrong}
+        of_wrong = of_wrong.rename(columns=names)
+        tables["wrong"] = tables["wrong"].merge(of_wrong, "left", [*key, "shown"])
+    tables["turns"] = own
     results = run.path / "results"
-    first = pd.read_parquet(results / "mass/first_tokens.parquet")
-    tables["first_tokens"] = first[["context_id", "opening", "p", "greedy", "category", "text"]]
+    if (first := results / "mass/first_tokens.parquet").is_file():
+        columns = ["context_id", "opening", "p", "greedy", "category", "text"]
+        tables["first_tokens"] = pd.read_parquet(first)[columns]
     moved = results / "interchange-mass/rows.parquet"
     if moved.is_file():
         parts = ["", f"{IN_ROLE} ", "own ", "query "]
