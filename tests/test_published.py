@@ -713,8 +713,8 @@ After maths {mean(refused, 0)}% of Qwen's greedy turns refuse (they speak as the
     grown = [change(rates[ALL, what] - rates[0, what]) for what in ("follow_up", "in_role")]
     inside = base[(base["drawn"] == ALL) & (base["in_role"] == 1)]["follow_up"]
     first += f"""\n\n    After the same conversations, gemma-3-270m puts {shown[1]} of 100 greedy
-    turns in role by the judge, and {shown[3]} with all tokens drawn ({grown[1]}). {shown[0]} and {shown[2]}
-    are follow-ups ({grown[0]}), {100 * inside.mean():.0f} of 100 turns in role."""
+    turns in role by the judge, and {shown[3]} with all tokens drawn ({grown[1]}). {shown[0]} and
+    {shown[2]} are follow-ups ({grown[0]}), {100 * inside.mean():.0f} of 100 turns in role."""
     own = moved_masses(SMOL_NEW)
     donors = around(over_pairs(own[own["layer"] == 30], "moved"), 2, sign=True)
     masses = first_masses(SMOL_NEW)["mass"]
