@@ -522,6 +522,17 @@ def by_layer() -> str:
     return markdown(["after layer", "high minus low", "in role", "two equal donors"], rows)
 
 
+def under_vector(term: str, what: str = "follow_up") -> pd.Series:
+    """Of each query, SmolLM2's greedy turn under a vector, by the annotator, or its mass."""
+    turns = table(SMOL_NEW, "vector")
+    turns = turns[turns["term"] == term].set_index("context").sort_index()
+    if what == "follow_up":
+        return (turns["category"] == "follow_up").astype(float)
+    if what == "in_role":
+        return (~turns["category"].isin(OUT_OF_ROLE)).astype(float)
+    return turns[what]
+
+
 def apart() -> str:
     """By how much the donors' own masses differ, by their own openings."""
     found, own = table(NEW, "layers").drop_duplicates("source"), first_masses()["mass"]
@@ -570,6 +581,8 @@ def found_sentences(short: bool) -> list[str]:
     low, high = (f"{100 * end:.0f}" for end in student(by_readers(QWEN, BEYOND_WRONG))[1:])
     new = {count: mean(100 * at(count), 0) for count in DRAWN}
     role = {count: mean(100 * at(count, "in_role"), 0) for count in DRAWN}
+    terms = ("unsteered", "follow-ups", "permuted")
+    steered = [mean(100 * under_vector(term), 0) for term in terms]
     base = drawn(GEMMA_NEW, ("judged",))
     base = base[base["label"] != "cannot_assess"]
     in_gemma = [mean(100 * at(count, "in_role", base), 0) for count in (0, ALL)]
@@ -579,8 +592,7 @@ def found_sentences(short: bool) -> list[str]:
     moved = f"{ends[0]:.2f} (95% interval: {ends[1]:.2f} to {ends[2]:.2f})"
     brief = f"""**Sampling brings more follow-ups in one model of two.** In Qwen2.5-Coder-1.5B,
     {readers[0]}% of greedy user turns are follow-ups, and {readers[1]}% of turns sampled at
-    temperature 0.7. Placed after another conversation, {readers[2]}% and {readers[3]}% of them
-    still count. Minus this control the rise is
+    temperature 0.7. Minus turns that still count after another conversation, the rise is
     {mean(100 * by_readers(QWEN, BEYOND_WRONG), 0)} points (95% interval: {low} to {high}). In
     SmolLM2-135M no rise is shown.
 
@@ -594,8 +606,10 @@ def found_sentences(short: bool) -> list[str]:
     **The header's last token holds part of whether a follow-up comes, the response's tokens what it
     says.** Put into another conversation, that token's state moves the probability of first tokens
     that lead to follow-ups by {moved}, by more than half of that from layer {first} of 28 on (set:
-    {layers[0]} to {layers[-1]}). Of the {all_q} bits that a sampled turn tells about its response,
-    the response's keys and values alone keep {own_q}, the header's {head_q}."""
+    {layers[0]} to {layers[-1]}). In SmolLM2, a vector there that was learned on other queries
+    raises greedy follow-ups from {steered[0]}% to {steered[1]}% (control: {steered[2]}%). Of the
+    {all_q} bits that a sampled turn tells about its response, the response's keys and values alone
+    keep {own_q}, the header's {head_q}."""
     said = f"""{readers[0]}% of Qwen2.5-Coder-1.5B's greedy user turns are follow-ups, and
     {readers[1]}% of its sampled turns are; in SmolLM2-135M no rise is shown.
 
@@ -721,10 +735,25 @@ After maths {mean(refused, 0)}% of Qwen's greedy turns refuse (they speak as the
     not_there = f"""After {len(masses)} new queries its follow-up mass is {amount(masses)}. The
     header's last state isn't shown to move it after any layer; what can be moved isn't shown to be
     above 0 ({donors})."""
+    under = {t: under_vector(t) for t in ("unsteered", "follow-ups", "permuted")}
+    moved_by = {t: mean(under_vector(t, "follow-up mass")) for t in under}
+    inside = {t: under_vector(t, "in_role") for t in under}
+    kl = table(SMOL_NEW, "vector").set_index("term").loc["follow-ups", "KL at the header"]
+    rates = {term: percent(of) for term, of in under.items()}
+    vector = f"""A vector is added to the header's last state after layer 15. It was learned, on
+    other queries, to make those first tokens likely that lead to follow-ups. The control was
+    learned from the same tokens with permuted labels; both move the first token's distribution by a
+    KL of {mean(kl)} nats. The mass is {moved_by["follow-ups"]} under the vector,
+    {moved_by["permuted"]} under the control and {moved_by["unsteered"]} without one.
+    {rates["follow-ups"]}, {rates["permuted"]} and {rates["unsteered"]} of 100 greedy turns are
+    follow-ups ({change(under["follow-ups"] - under["permuted"])} over the control,
+    {len(under["permuted"])} queries, one annotator, blind);
+    {mean(100 * inside["follow-ups"], 0)}, and {mean(100 * inside["permuted"], 0)} under the
+    control, are in role."""
     compare = [folded(one) for one in both.split("\n\n")]
     return {
         "compare": compare,
-        SMOL: [folded(first_token), folded(not_there)],
+        SMOL: [folded(first_token), folded(not_there), folded(vector)],
         QWEN: [folded(one) for one in f"{qwen}\n\n{first}".split("\n\n")],
     }
 
