@@ -192,7 +192,7 @@ def sample_arm(
         if there.complete and without_folders(kept) == without_folders(wanted):
             return there
     used, contexts = team(), len(arm.conversations)
-    turns = f"{contexts} changed conversations, {contexts * len(settings.rows())} user turns"
+    turns = f"{contexts} conversations, {contexts * len(settings.rows())} user turns at most"
     print(f"{turns}, {settings.model} on {used.device}, to {out}", file=sys.stderr)
     plan = Plan(settings, out, device=used.device)
     return collect(plan, used, Bar(), crew=crew, interventions=arm.interventions)
