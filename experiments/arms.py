@@ -6,10 +6,11 @@ sampled with the model and all other settings of the first run. Its folder holds
 Its turns are judged as the first run's were.
 """
 
+import hashlib
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +29,13 @@ from ia_mech.run.integrity import without_folders
 from ia_mech.settings import Settings
 
 if TYPE_CHECKING:
+    from ia_mech.chat.format import ChatFormat
     from ia_mech.collect.job import Interventions
     from ia_mech.engine.workers import Crew, Team
     from ia_mech.models.load import ModelSpec
 
 CONVERSATIONS, RUN = "conversations.jsonl", "run"
+CHANGES = "changes"  # of a conversation's metadata: a hash of what is changed in its pass
 # Settings of a run that an arm shares with it, unless it says otherwise.
 CHAT = ("system", "thinking", "chat_template", "template_option", "date", "opening")
 DECODING = ("temperatures", "samples", "max_new_tokens", "seed")
@@ -92,6 +95,36 @@ def conversations_of(contexts: pd.DataFrame) -> list[Conversation]:
     ]
 
 
+def told_apart(arm: Arm, chat: "ChatFormat") -> list[Conversation]:
+    """The conversations of an arm. Each names in its metadata what is changed while it is
+    prefilled, by its content, so that other changes are another run."""
+    from ia_mech.chat.headers import context_and_real_follow_up
+
+    if arm.interventions is None:
+        return list(arm.conversations)
+    found = []
+    for one in arm.conversations:
+        hashed = hashlib.blake2b(digest_size=8)
+        for value in _parts(arm.interventions(one, context_and_real_follow_up(chat, one)[0])):
+            hashed.update(value + b"\x1f")
+        found.append(replace(one, metadata=one.metadata | {CHANGES: hashed.hexdigest()}))
+    return found
+
+
+def _parts(value: Any) -> Iterator[bytes]:
+    """The content of changes, piece by piece."""
+    if is_dataclass(value):
+        yield type(value).__name__.encode()
+        value = [getattr(value, one.name) for one in fields(value)]
+    if isinstance(value, list | tuple):
+        for one in value:
+            yield from _parts(one)
+    elif hasattr(value, "detach"):
+        yield value.detach().float().cpu().numpy().tobytes()
+    else:
+        yield repr(value).encode()
+
+
 def sample_arm(
     first: Run,
     model: "ModelSpec",
@@ -99,6 +132,7 @@ def sample_arm(
     folder: Path,
     team: "Callable[[], Team]",
     crew: "Crew",
+    chat: "ChatFormat",
 ) -> Run:
     """The run of an arm in a folder: sampled, continued, or as it is.
 
@@ -109,9 +143,10 @@ def sample_arm(
         folder: made if it isn't there.
         team: the workers that have the model, where something is left to sample.
         crew: how many of them, and threads of each.
+        chat: of the run's model, with its settings.
 
     Raises:
-        UserError: the folder holds other conversations, or a run without them.
+        UserError: the folder holds other conversations or changes, or a run without them.
     """
     from ia_mech.collect.job import collect
     from ia_mech.collect.plan import Plan
@@ -119,7 +154,7 @@ def sample_arm(
 
     # Absolute, for the path is part of the run's configuration, wherever the command is given.
     file, out = folder.resolve() / CONVERSATIONS, folder / RUN
-    lines = (json.dumps(one.to_dict(), ensure_ascii=False) for one in arm.conversations)
+    lines = (json.dumps(one.to_dict(), ensure_ascii=False) for one in told_apart(arm, chat))
     content = "".join(f"{line}\n" for line in lines).encode()
     same = file.is_file() and file.read_bytes() == content
     if (out / layout.RUN).is_file() and not same:
@@ -157,7 +192,7 @@ def sample_arm(
         if there.complete and without_folders(kept) == without_folders(wanted):
             return there
     used, contexts = team(), len(arm.conversations)
-    turns = f"{contexts} changed conversations, {contexts * len(settings.rows())} user turns"
+    turns = f"{contexts} conversations, {contexts * len(settings.rows())} user turns at most"
     print(f"{turns}, {settings.model} on {used.device}, to {out}", file=sys.stderr)
     plan = Plan(settings, out, device=used.device)
     return collect(plan, used, Bar(), crew=crew, interventions=arm.interventions)

@@ -332,7 +332,8 @@ class Experiment(ABC):
     def sample(self, name: str, arm: Arm) -> Run:
         """The run of an arm, which is then among :attr:`sampled`."""
         first, place = self.runs[0], self.place(name)
-        found = sample_arm(first, self._spec, arm, place, lambda: self.workers(first)[0], self.crew)
+        how = place, lambda: self.workers(first)[0], self.crew, self.chat
+        found = sample_arm(first, self._spec, arm, *how)
         self.sampled[name] = found
         return found
 

@@ -318,6 +318,8 @@ class Mass(Experiment):
         }
         every, t = found[found["term"] == EVERY], f"T = {self.args.temperature:g}"
         title = f"follow-ups by how much of a turn is drawn at {t}"
+        counted = f" {COUNTED}: the run's own, which are counted in place of conversations."
+        of_run = counted if (every["decoding"] == COUNTED).any() else ""
         whole = tables_of(
             f"{title} ({self.intervals})",
             every,
@@ -325,8 +327,8 @@ class Mass(Experiment):
             index=("dataset", "decoding"),
             rows="conversations",
             legend=f"{FIRST}: the follow-up mass; what is not covered may add to it. Once in role: "
-            "follow-ups by turns that neither repeat the conversation nor speak as the assistant. "
-            f"{COUNTED}: the run's own, which are counted in place of conversations.",
+            "follow-ups by turns that neither repeat the conversation nor speak as the assistant."
+            + of_run,
         )
         return [
             *whole[:1],

@@ -185,9 +185,9 @@ class MovedMass(FollowUps):
         self.donors = donors_of(self.contexts, list(recipients), self.args.seed)
         if len(self.donors) < 2:
             raise UserError(
-                f"{len(self.donors)} queries have a greedy turn that is no follow-up, and donors "
-                f"among other queries of their dataset ({len(self.contexts)} have a follow-up "
-                "mass)",
+                f"of {len(self.donors)} queries (2 are needed) the greedy turn is no follow-up, "
+                f"with donors among other queries of their dataset ({len(self.contexts)} have a "
+                "follow-up mass)",
                 "give a run of more queries, with its masses",
             )
         most = self.donors[list(ARMS)].stack().value_counts().max()

@@ -287,7 +287,7 @@ class Perturbations(Arms):
             said += [f"{words} {' and '.join(filter(None, shown))}."] if any(shown) else []
             moved |= bool(shown[0])
         if not moved:
-            few = f"; {self.too_few}" if self.too_few else ""
+            few = f" (too few queries: {self.too_few})" if self.too_few else ""
             said.append(f"No change of the response is shown to move the follow-up rate{few}.")
         control, bare = "", rates[rates["term"] == HEADER_ONLY]
         if len(bare):

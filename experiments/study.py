@@ -108,7 +108,7 @@ LAYERS = (BY_LAYER, *WHERE)  # results that say at which layers, in the order of
 OPTIONS = {"level": 0.95, "resamples": 2000, "seed": 0}  # of the study's own estimates
 UNWORDED = "Turns may tell a response's content or only its wording (--wording tells them apart)."
 NO_VERDICT = f"counts alone, not whether follow-ups are latent: that takes {LEAST} queries"
-LEFT_OUT_QUICK = "elicit, maps or probes"
+LEFT_OUT_QUICK = "the mass by layer, elicit, maps or probes"
 
 
 @dataclass(frozen=True)
@@ -155,16 +155,12 @@ def stages(args: argparse.Namespace) -> list[Stage]:
         Stage("judge", "ia_mech.judge.__main__", ["run", run, *shlex.split(args.judge or "")]),
         Stage("rates", "ia_mech.rates.__main__", [run], result="rates-{judge}"),
         Stage("mass", "experiments.mass", [run, "--queries", str(args.queries)], True, "mass"),
-        Stage(
-            "mass by layer",
-            "experiments.interchange",
-            [run, "--outcome", "mass", "--queries", str(args.queries)],
-            True,
-            BY_LAYER,
-        ),
         Stage("locate", "experiments.locate", [run, *locate], result="locate"),
     ]
     if not args.quick:
+        by_layer = [run, "--outcome", "mass", "--queries", str(args.queries)]
+        by_layer = "mass by layer", "experiments.interchange", by_layer, True, BY_LAYER
+        found.append(Stage(*by_layer))
         found.append(Stage("elicit", "experiments.elicit", [run], result="elicit"))
     if args.wording:
         found.append(Stage("reaction", "experiments.reaction", [run], result="reaction"))

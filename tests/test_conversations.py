@@ -294,6 +294,7 @@ UNUSABLE = [  # a row, column names, and what is said of it
     ("{not JSON", {}, "data.jsonl line 2 is not JSON (Expecting property name enclosed in double "),
     ({"id": "a", "prompt": "again"}, {}, "data.jsonl line 2: id 'a' is that of row 1 and of row 2"),
     ({"other": "x"}, {}, "data.jsonl line 2: columns not recognised (found: other)"),
+    ({"promt": "x"}, {}, "(found: promt, did you mean 'prompt' by 'promt'?)"),
     ({"prompt": "q", "model_output": "r"}, {}, "no response, and the column 'model_output' may be"),
     ({"prompt": "q", "predicted": "r"}, {}, "no response, and the column 'predicted' may be"),
     ({"prompt": "q", "output_text": "r"}, {}, "no response, and the column 'output_text' may be"),

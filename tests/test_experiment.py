@@ -403,3 +403,33 @@ def test_a_model_that_has_moved_is_found_by_its_flag_and_then_without(
         assert again(*flag).status == 0
         assert files(tmp_path / "run-again") == sampled
     assert str(tmp_path) not in (run / "results" / "again" / "result.json").read_text()
+
+
+class Replaces(Count):
+    """Puts the states of another layer where the header ends."""
+
+    name = "replaces"
+    loads, layer = True, 1
+
+    def arms(self):
+        from ia_mech.engine.intervene import Replace
+
+        run = self.runs[0]
+
+        def changed(conversation, context):
+            states = run.residuals(self.layer, "header_last")[:1]
+            return [Replace(1, (len(context.ids) - 1,), states)]
+
+        return {"put": Arm(conversations_of(run.contexts), interventions=changed)}
+
+
+def test_turns_under_another_change_are_another_run(tiny_model_dir, tmp_path, monkeypatch, capfd):
+    run = tmp_path / "run"
+    words = ["--limit", "2", "--samples", "1", "--max-new-tokens", "3", "--out", str(run)]
+    assert sample(["--model", str(tiny_model_dir), *words]) == 0
+    assert call(Replaces.main, [str(run)], capfd).status == 0
+    before = files(tmp_path / "run-replaces")
+    assert call(Replaces.main, [str(run)], capfd).status == 0
+    monkeypatch.setattr(Replaces, "layer", 2)
+    assert "holds other conversations" in refusal(call(Replaces.main, [str(run)], capfd))
+    assert files(tmp_path / "run-replaces") == before

@@ -581,6 +581,7 @@ def found_sentences(short: bool) -> list[str]:
     low, high = (f"{100 * end:.0f}" for end in student(by_readers(QWEN, BEYOND_WRONG))[1:])
     new = {count: mean(100 * at(count), 0) for count in DRAWN}
     role = {count: mean(100 * at(count, "in_role"), 0) for count in DRAWN}
+    own_new = mean(site(QWEN, "written: response"))
     terms = ("unsteered", "follow-ups", "permuted")
     steered = [mean(100 * under_vector(term), 0) for term in terms]
     base = drawn(GEMMA_NEW, ("judged",))
@@ -604,12 +605,13 @@ def found_sentences(short: bool) -> list[str]:
     ({in_gemma[0]}% to {in_gemma[1]}%).
 
     **The header's last token holds part of whether a follow-up comes, the response's tokens what it
-    says.** Put into another conversation, that token's state moves the probability of first tokens
-    that lead to follow-ups by {moved}, by more than half of that from layer {first} of 28 on (set:
-    {layers[0]} to {layers[-1]}). In SmolLM2, a vector there that was learned on other queries
-    raises greedy follow-ups from {steered[0]}% to {steered[1]}% (control: {steered[2]}%). Of the
-    {all_q} bits that a sampled turn tells about its response, the response's keys and values alone
-    keep {own_q}, the header's {head_q}."""
+    says.** By the built-in judge, that token's state, put into another conversation, moves the
+    probability of first tokens that lead to follow-ups by {moved}, over half of it from
+    layer {first} of 28 on (confidence set: {layers[0]} to {layers[-1]}). In SmolLM2, a vector
+    there, learned on other queries, raises greedy follow-ups from {steered[0]}% to {steered[1]}%
+    (control: {steered[2]}%). Of the {all_q} bits that a sampled turn tells about its response, the
+    response's keys and values alone keep {own_q} ({own_new} in newly written turns), the
+    header's {head_q}."""
     said = f"""{readers[0]}% of Qwen2.5-Coder-1.5B's greedy user turns are follow-ups, and
     {readers[1]}% of its sampled turns are; in SmolLM2-135M no rise is shown.
 
@@ -678,9 +680,10 @@ After maths {mean(refused, 0)}% of Qwen's greedy turns refuse (they speak as the
     last = around(over_pairs(cells[cells["layer"] == 28], "moved"), 2, sign=True)
     builtin = cells["source"].map(lambda one: split_source(one)[0]) == "builtin"
     at_end = around(over_pairs(cells[builtin & (cells["layer"] == 28)], "moved"), 2, sign=True)
-    first = f"""Two annotators, both language models, labelled all {len(table(NEW, "turns"))} turns;
-    numbers are means of both. They agree with κ {kappa(said[0], said[1]):.2f}, the judge with the
-    first of them with κ {kappa(said[0], said[2]):.2f}.
+    agreed = [f"{kappa(said[0], other):.2f}" for other in said[1:]]
+    first = f"""Two annotators, one language model twice, labelled all {len(table(NEW, "turns"))}
+    turns; numbers are means of both. They agree with κ {agreed[0]}, the judge with the first of
+    them with κ {agreed[1]}.
 
     With one drawn token, follow-ups rise by {kinds[0]} after built-in queries, {kinds[1]} after
     IFBench's and {kinds[2]} after MT-bench's.

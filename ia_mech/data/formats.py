@@ -56,6 +56,7 @@ CUTS = ("first", "last")
 _OWN = ("id", "source_id", "dataset", "messages", "real_follow_up")  # of Conversation.to_dict
 
 # What a column may be, the first name that is there counting; fields of ColumnMap where it has one.
+MISTYPED = 0.85  # how alike a column's name is to a known one, by difflib
 _NAMES = {
     role: tuple(names.split())
     for role, names in {
@@ -654,6 +655,13 @@ def _shape(cells: Row) -> str:
     response = cells.like(cells.known, _NAMES["response"], _LIKE_RESPONSE) or "NAME"
     messages = next((n for n, v in cells.known.items() if has_roles(as_list(v))), "NAME")
     query, response, messages = (shell_word(name) for name in (query, response, messages))
+    for name in cells.known:
+        if close := get_close_matches(name, looked_for, 1, MISTYPED):
+            raise UserError(
+                f"{cells.place}: columns not recognised (found: {cells.found}, did you mean "
+                f"{close[0]!r} by {name!r}?)",
+                "correct the name, or name the columns: --query-column, --messages-column",
+            )
     raise UserError(
         f"{cells.place}: columns not recognised (found: {cells.found})",
         f"name them: --query-column {query} --response-column {response}, or --messages-column "

@@ -144,7 +144,14 @@ def judge_of(says: Callable[[Item], str | bool]) -> Judge:
     kinds: set[bool] = set()
 
     def judge(self: Judge, items: Sequence[Item]) -> list[Verdict]:
-        said = [str(says(item)) for item in items]
+        answers = [says(item) for item in items]
+        wrong = [one for one in answers if str(one) not in yes_no and not isinstance(one, str)]
+        if wrong:
+            raise UserError(
+                f"the judge {name} returned {wrong[0]!r:.60}",
+                "return True (a follow-up) or False, or the name of a category",
+            )
+        said = [str(one) for one in answers]
         kinds.update(one in yes_no for one in said)
         if len(kinds) > 1:
             raise UserError(

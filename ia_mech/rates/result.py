@@ -150,17 +150,20 @@ def _sentence(judged: JudgedTurns, of: pd.DataFrame, groups: pd.DataFrame, level
     if judged.by is not None:
         said.append(_by_group(one_line(judged.by, 40), groups))
     conversations = conversations_text(turns["context"].nunique(), sources)
-    said.append(f"These are {len(turns)} turns in {conversations}{few}.")
+    lacking = int(turns["follow_up"].isna().sum())
+    lacking = f", of which {lacking} were not assessed," if lacking else ""
+    said.append(f"These are {len(turns)} turns{lacking} in {conversations}{few}.")
     if foreign := turns["context"][turns["context"].isin(judged.foreign)].nunique():
+        verb = "doesn't" if foreign == 1 else "don't"
         said.append(
-            f"{foreign} of the conversations don't look English, and the built-in judge was fitted "
-            "on English: don't rely on its labels there."
+            f"{foreign} of the conversations {verb} look English, and the built-in judge was "
+            "fitted on English: don't rely on its labels there."
         )
     if (drawn := judged.drawn_tokens) is not None:
         some = "token is" if drawn == 1 else f"{drawn} tokens are"
         said.append(f"Of each sampled turn the first {some} drawn, and the rest is greedy.")
     if turns["unfinished"].any():
-        said.append(f"{turns['unfinished'].mean():.0%} of them follow an unfinished response.")
+        said.append(f"{turns['unfinished'].mean():.0%} of the turns follow an unfinished response.")
     return " ".join(
         filter(None, [*said, latent.verdict(of, level, highest(judged.record)), _reaction(gate)])
     )
