@@ -473,7 +473,7 @@ class Experiment(ABC):
     def _key(self, unit: Unit) -> list:
         """All that a unit's rows depend on: its content, the model, and the code that measures it.
         The code counts as text, so that the key is the same for any version of Python."""
-        model, kinds = self.runs[0].model, type(unit).__mro__
+        model, kinds = self.run_for(unit).model, type(unit).__mro__
         modules = {kind.__module__ for kind in kinds if issubclass(kind, Unit) and kind is not Unit}
         code = sorted(
             hash_of((Path(inspect.getfile(sys.modules[one])),))

@@ -12,7 +12,7 @@ recipient's own context, and after the donor's. To add an outcome, write what a 
 and what they amount to for a query.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -73,8 +73,8 @@ class SiblingTurns(Unit):
         """One row per turn, in the unit's order, log-probabilities in nats.
 
         ``own`` ``[K · tokens]``: of each token, turn-end included, after each response, at the
-        turn's own temperature (at T = 1 for greedy turns); ``reader`` ``[K]``: of the whole turn at
-        T = 1.
+        turn's own temperature (at T = 1 for greedy turns); ``whole`` ``[K]``: their sums;
+        ``reader`` ``[K]``: of the whole turn at T = 1.
         """
         from ia_mech.likelihood.scorer import after_each
 
@@ -88,21 +88,17 @@ class SiblingTurns(Unit):
             if temperature in temperatures:
                 which = temperatures.index(temperature)
                 own = np.stack([one.logprobs_tempered[which] for one in each]).astype(np.float64)
-            rows.append({"own": own.ravel(), "reader": raw.sum(1)})
+            rows.append({"own": own.ravel(), "whole": own.sum(1), "reader": raw.sum(1)})
         return pd.DataFrame(rows).assign(arm=self.arm)
 
 
-def unit_of(arm: str, query: Query, turns: Iterable[tuple[Ids, float]]) -> SiblingTurns:
-    """Turns, to be scored after each context of a query."""
-    contexts, pairs = tuple(query.token_ids), tuple(turns)
+def unit_of(arm: str, query: Query, turns: pd.DataFrame) -> SiblingTurns:
+    """Turns (rows as of ``Query.turns``), to be scored after each context of a query."""
+    ids = (tuple(one.tolist()) for one in turns["token_ids"])
+    pairs = tuple(zip(ids, turns["temperature"].astype(float), strict=True))
+    contexts = tuple(query.token_ids)
     tokens = sum(map(len, contexts)) + len(contexts) * sum(len(ids) for ids, _ in pairs)
     return SiblingTurns(query.source, query.dataset, tokens, arm, contexts, pairs)
-
-
-def turns_of(query: Query) -> list[tuple[Ids, float]]:
-    """Token ids and temperature of a query's turns."""
-    ids = (tuple(one.tolist()) for one in query.turns["token_ids"])
-    return list(zip(ids, query.turns["temperature"].astype(float), strict=True))
 
 
 def mean_by_query(turns: pd.DataFrame, values: Any, responses: int) -> pd.Series:

@@ -27,20 +27,21 @@ import json
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from pathlib import Path
+from dataclasses import replace
+from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pandas as pd
 
 from experiments.arms import conversations_of
-from experiments.experiment import Conclusion, Model, flag
-from experiments.judged import Arms
-from experiments.outcome import EXCESS, SiblingTurns, unit_of
+from experiments.experiment import Conclusion, flag
+from experiments.judged import BOUNDS, Arms
+from experiments.outcome import SiblingTurns, unit_of
 from experiments.shown import Bars, Drawing, only, tables_of
 from ia_mech.cli import (
     Parser,
@@ -65,8 +66,6 @@ from ia_mech.run.sources import source_key
 from ia_mech.settings import Settings
 
 if TYPE_CHECKING:  # these load torch
-    from transformers import Trainer
-
     from ia_mech.chat.format import ChatFormat
     from ia_mech.models.load import ModelSpec, Subject
 
@@ -75,6 +74,7 @@ BEFORE, AFTER, CHANGE = "before", "after", "change"
 SIDES = (BEFORE, AFTER)
 STOCK, ENDED = "stock trigrams", "ended by turn-end"
 INFORMATION, EVIDENCE = "I_K, bits", "evidence, bits"
+TOLD = "what turns tell about their response"
 LOG = "log.jsonl"
 # The rank of LoRA's matrices, which are in all linear layers but the unembedding (Hu et al. 2021,
 # arXiv 2106.09685); alpha is twice the rank.
@@ -99,8 +99,7 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument(
             "data", metavar="RUN", help="a run's folder, or conversations as --dataset takes them"
         )
-        of_run = "the model to train (default: the run's, or the embedded one)"
-        add = partial(flag, command)
+        add, of_run = partial(flag, command), "to train (default: the run's, or the embedded one)"
         add("--model", nonblank, None, of_run, metavar="NAME")
         apart = "queries that aren't trained on, the same for every --seed"
         add("--held-out", whole_from(0), 20, apart, metavar="N")
@@ -108,8 +107,7 @@ def build_parser() -> argparse.ArgumentParser:
         add("--max-tokens", whole_from(8), 1024, longest, metavar="N")
         add("--seed", int, 0, "of training", metavar="N")
         add("--out", path_of, None, "a new folder", metavar="FOLDER", required=True)
-        if name != "export":
-            rate = {"sft": 5e-4, "grpo": 1e-4}[name]
+        if rate := {"sft": 5e-4, "grpo": 1e-4}.get(name):
             add("--learning-rate", above_zero, rate, "", metavar="X")
             add("--batch", whole_from(1), 8, "sequences", metavar="N")
             add_threads(command)
@@ -190,34 +188,28 @@ def sequence(chat: "ChatFormat", conversation: Conversation) -> tuple[list[int],
 
 def sequences(
     chat: "ChatFormat", conversations: Sequence[Conversation], longest: int
-) -> pd.DataFrame:
-    """A row per conversation, all with a response and a real follow-up: ``input_ids``, ``labels``,
-    ``dataset``, ``source_id``, ``id`` and ``turn`` (the text that is learned).
+) -> list[dict[str, Any]]:
+    """A row per real follow-up: ``input_ids``, ``labels``, ``dataset``, ``source_id``, ``id`` and
+    ``turn`` (the text that is learned).
 
     Sequences of more than ``longest`` tokens are left out: cutting them would cut off the turn.
     """
     rows: list[dict[str, Any]] = []
     for one in conversations:
-        try:
+        if one.real_follow_up:
             ids, labels = sequence(chat, one)
-        except UserError as error:
-            problem = f"conversation {one.id}: {error.problem}"
-            raise UserError(problem, error.remedy) from error
-        rows.append(
-            {"input_ids": ids, "labels": labels, "dataset": one.dataset}
-            | {"source_id": one.source_id, "id": one.id, "turn": one.real_follow_up}
-        )
+            named = {"dataset": one.dataset, "source_id": one.source_id, "id": one.id}
+            rows.append({"input_ids": ids, "labels": labels, **named, "turn": one.real_follow_up})
     kept = [row for row in rows if len(row["input_ids"]) <= longest]
     if not kept:
-        shortest = min(len(row["input_ids"]) for row in rows)
         raise UserError(
-            f"no sequence has at most {longest} tokens (the shortest has {shortest})",
-            "raise --max-tokens",
+            f"no conversation has a real follow-up and at most {longest} tokens",
+            "give conversations that go on with a user turn, or raise --max-tokens",
         )
     if left_out := len(rows) - len(kept):
         of = f"{left_out} of {len(rows)} sequences"
         print(f"note: {of} have more than {longest} tokens: left out.", file=sys.stderr)
-    return pd.DataFrame(kept)
+    return kept
 
 
 # -- what is rewarded -----------------------------------------------------------------------------
@@ -234,15 +226,13 @@ def prompts(
     """
     rows, contexts = [], {}
     for source, responses in distinct_responses(conversations).items():
-        made = [(one, chat.context(one.messages)) for one in responses]
-        fitting = [(one, context) for one, context in made if len(context.ids) <= longest]
-        if len(fitting) < 2:
-            continue
-        contexts[source] = [context.ids for _, context in fitting]
-        for followed, (one, context) in enumerate(fitting):
-            prompt = _prompt(chat, context.text, context.ids, one.id)
-            row = {"prompt": prompt, "source": source, "followed": followed, "query": one.query}
-            rows.append(row)
+        made = [chat.context(one.messages) for one in responses]
+        fitting = [one for one in made if len(one.ids) <= longest]
+        if len(fitting) > 1:
+            contexts[source] = [one.ids for one in fitting]
+            for followed, one in enumerate(fitting):
+                prompt = _prompt(chat, one.text, one.ids)
+                rows.append({"prompt": prompt, "source": source, "followed": followed})
     if not rows:
         raise UserError(
             f"no query has two different responses in conversations of at most {longest} tokens",
@@ -258,19 +248,18 @@ def distinct_responses(conversations: Iterable[Conversation]) -> dict[str, list[
     queries: dict[str, dict[str, Conversation]] = defaultdict(dict)
     for one in conversations:
         if one.response is not None and re.search(r"\w", one.response):
-            source = source_key(one.dataset, one.source_id)
-            queries[source].setdefault(one.response, one)
+            queries[_source(one)].setdefault(one.response, one)
     return {source: list(found.values()) for source, found in queries.items() if len(found) > 1}
 
 
-def _prompt(chat: "ChatFormat", text: str, ids: list[int], name: str) -> str:
+def _prompt(chat: "ChatFormat", text: str, ids: list[int]) -> str:
     """A context's text for the tokenizer, without what the tokenizer puts in front by itself."""
     added = chat.template.decode(chat.tokenizer("")["input_ids"])
     for one in (text, text.removeprefix(added)):
         if chat.tokenizer(one)["input_ids"] == ids:
             return one
     raise UserError(
-        f"the tokenizer gives the text of context {name} other ids than its dialogue has",
+        f"the tokenizer gives the text of a context, {text[:40]!r} …, other ids than its dialogue",
         "train with sft, which takes token ids",
     )
 
@@ -285,17 +274,15 @@ def reward(
     from ia_mech.likelihood.reaction import evidence
     from ia_mech.likelihood.scorer import after_each, score_turns
 
-    def bits(completion_ids: list[list[int]], source: list[str], followed: list[int], **_):
-        rewards = np.zeros(len(source))
-        rows_of = defaultdict(list)
-        for row, name in enumerate(source):
-            rows_of[name].append(row)
-        for name, rows in rows_of.items():
-            turns = [completion_ids[row] for row in rows]
+    def bits(completion_ids: list[list[int]], source: list[str], followed: list[int], **rest):
+        found: list[float] = []
+        batch = zip(source, completion_ids, followed, strict=True)
+        for name, rows in groupby(batch, itemgetter(0)):
+            _, turns, own = zip(*rows, strict=True)
             scores = after_each(partial(score_turns, reader.model), contexts[name], turns)
             whole = [[one.logprobs_raw.sum(dtype=np.float64) for one in each] for each in scores]
-            rewards[rows] = evidence(whole, [followed[row] for row in rows]).clip(WORST)
-        return rewards.tolist()
+            found += evidence(whole, own).clip(WORST).tolist()
+        return found
 
     return bits
 
@@ -303,23 +290,28 @@ def reward(
 # -- training -------------------------------------------------------------------------------------
 
 
-def trainer_of(
+def train(
     args: argparse.Namespace,
-    subject: "Subject",
+    spec: "ModelSpec",
     chat: "ChatFormat",
-    data: Any,
-    rewarded: "Callable[..., list[float]] | None",
-) -> "Trainer":
-    """A trainer of an adapter: by ``rewarded`` on :func:`prompts`, or on :func:`sequences`."""
+    data: list[dict[str, Any]],
+    contexts: Mapping[str, list[list[int]]],
+) -> dict[str, Any]:
+    """Train an adapter on :func:`sequences`, or by :func:`reward` on :func:`prompts` and their
+    contexts. Write it, so that ``--adapter`` takes it, and a log of the steps; nothing is pickled.
+    Returns what the base model was.
+    """
     import torch
     from datasets import Dataset
     from peft import LoraConfig
     from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
-    tokenizer: Any = subject.tokenizer
-    cuda = torch.cuda.is_available()
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = chat.template.token(chat.stop_ids[0])
+    from ia_mech.collect.plan import probe_ids
+    from ia_mech.engine.check import check_engine
+    from ia_mech.models.load import load
+
+    subject, cuda = load(spec), torch.cuda.is_available()
+    base, place = subject.describe(), expanded(spec.name)
     how = {
         "output_dir": str(args.out),
         "learning_rate": args.learning_rate,  # for AdamW, falling linearly to 0
@@ -330,55 +322,46 @@ def trainer_of(
         "gradient_checkpointing": cuda,
         "dataloader_pin_memory": cuda,
         "logging_steps": 1,
-        "report_to": "none",
         "save_strategy": "no",
     }
     lora = {"r": RANK, "lora_alpha": 2 * RANK, "target_modules": "all-linear"}
-    adapter = LoraConfig(**lora, task_type="CAUSAL_LM")
-    what = {"model": subject.model, "processing_class": tokenizer, "peft_config": adapter}
-    if rewarded is None:
-        sft = {"max_length": None, "train_sampling_strategy": "group_by_length"}
-        return SFTTrainer(
-            args=SFTConfig(**how, **sft, num_train_epochs=args.epochs),
-            train_dataset=Dataset.from_pandas(data[["input_ids", "labels"]], preserve_index=False),
-            **what,
-        )
-    subject.model.generation_config.eos_token_id = chat.stop_ids  # where trl ends completions
-    size = {"max_steps": args.steps, "num_generations": args.generations}
-    return GRPOTrainer(
-        reward_funcs=[rewarded],
-        args=GRPOConfig(**how, **size, temperature=1.0, max_completion_length=args.max_new_tokens),
-        train_dataset=Dataset.from_list(data),
-        **what,
-    )
-
-
-def train(trainer: "Trainer", subject: "Subject", folder: Path) -> None:
-    """Train, then write the adapter, which ``--adapter`` takes, and a log of the steps; nothing is
-    pickled."""
+    what: dict[str, Any] = {
+        "model": subject.model,
+        "processing_class": subject.tokenizer,
+        "peft_config": LoraConfig(**lora, task_type="CAUSAL_LM"),
+        "train_dataset": Dataset.from_list(data),
+    }
+    trainer: Any
+    if contexts:
+        reader = load(spec)
+        check_engine(reader.model, probe_ids(chat))
+        subject.model.generation_config.eos_token_id = chat.stop_ids  # where trl ends completions
+        how |= {"max_steps": args.steps, "num_generations": args.generations, "temperature": 1.0}
+        config = GRPOConfig(**how, max_completion_length=args.max_new_tokens)
+        trainer = GRPOTrainer(args=config, reward_funcs=[reward(reader, contexts)], **what)
+    else:
+        how |= {"max_length": None, "train_sampling_strategy": "group_by_length"}
+        trainer = SFTTrainer(args=SFTConfig(**how, num_train_epochs=args.epochs), **what)
     trainer.train()
-    model: Any = trainer.model
-    name = subject.spec.name
-    place = expanded(name)
-    base = str(place.resolve()) if place.exists() else name
-    model.peft_config["default"].base_model_name_or_path = base
-    model.save_pretrained(folder)
+    named = str(place.resolve()) if place.exists() else spec.name
+    trainer.model.peft_config["default"].base_model_name_or_path = named
+    trainer.model.save_pretrained(args.out)
     steps = [row for row in trainer.state.log_history if "loss" in row]
-    (folder / LOG).write_text("".join(json.dumps(row) + "\n" for row in steps))
+    (args.out / LOG).write_text("".join(json.dumps(row) + "\n" for row in steps))
+    return base
 
 
 def export_or_train(args: argparse.Namespace) -> None:
     """Run ``export``, ``sft`` or ``grpo``. The card is written last."""
-    from ia_mech.collect.plan import probe_ids
-    from ia_mech.engine.check import check_engine
-    from ia_mech.models.load import load
-    from ia_mech.run.layout import refuse_inside_run, refuse_unwritable
-
     trains, rewards = args.command != "export", args.command == "grpo"
     if trains and any(importlib.util.find_spec(name) is None for name in ("trl", "peft")):
         raise UserError("training needs trl and peft", "install them: pip install 'ia-mech[train]'")
-    refuse_inside_run(args.out / SEQUENCES)
-    refuse_unwritable(args.out)
+    if rewards and args.batch % args.generations:
+        raise UserError(
+            f"--batch {args.batch} isn't a multiple of --generations {args.generations}",
+            f"give --batch {args.generations} or {2 * args.generations}",
+        )
+    layout.refuse_unwritable(args.out)
     if args.out.is_dir() and any(args.out.iterdir()):
         raise UserError(f"{args.out} isn't empty", "name a new folder with --out")
     conversations, run = read_conversations(args.data)
@@ -389,70 +372,28 @@ def export_or_train(args: argparse.Namespace) -> None:
             "give the base model's run",
         )
     kept, apart = split(conversations, args.held_out)
-    card = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
-    data: Any
+    contexts: dict[str, list[list[int]]] = {}
     if rewards:
-        if args.batch % args.generations:
-            raise UserError(
-                f"--batch {args.batch} isn't a multiple of --generations {args.generations}",
-                f"give --batch {args.generations} or {2 * args.generations}",
-            )
         data, contexts = prompts(chat, kept, args.max_tokens)
         summary = f"{len(data)} prompts of {len(contexts)} queries"
-    elif kept := [one for one in kept if one.real_follow_up]:
+    else:
         data = sequences(chat, kept, args.max_tokens)
         summary = f"{len(data)} user turns"
-    else:
-        raise UserError(
-            f"{shell_word(args.data)} holds no real follow-up after a response",
-            "give conversations that go on with a user turn",
-        )
     args.out.mkdir(parents=True, exist_ok=True)
     if not rewards:
-        data.to_parquet(args.out / SEQUENCES, index=False)
+        pd.DataFrame(data).to_parquet(args.out / SEQUENCES, index=False)
     text = "".join(json.dumps(one.to_dict(), ensure_ascii=False) + "\n" for one in apart)
     (args.out / HELD_OUT).write_text(text, encoding="utf-8")
     print(f"{summary}; {len(apart)} conversations are held out")
+    card = vars(args)
     if trains:
-        subject, rewarded = load(spec), None
-        card["base"] = subject.describe()
         with redirect_stdout(sys.stderr):  # trainers print to stdout
-            if rewards:
-                reader = load(spec)
-                check_engine(reader.model, probe_ids(chat))
-                rewarded = reward(reader, contexts)
-            train(trainer_of(args, subject, chat, data, rewarded), subject, args.out)
-    (args.out / CARD).write_text(json.dumps(card, indent=1) + "\n")
+            card = card | {"base": train(args, spec, chat, data, contexts)}
+    (args.out / CARD).write_text(json.dumps(card, indent=1, default=str) + "\n")
     print(f"wrote {args.out}", file=sys.stderr)
 
 
 # -- before and after -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ReadTurns(SiblingTurns):
-    """Turns after the responses to one query, read by the model before or after training: the first
-    reads the turns of both models, the tuned model only its own.
-
-    Attributes:
-        weights: the hash of the reader's weights.
-        written: of each turn, which model wrote it and which response it followed.
-    """
-
-    weights: str
-    written: tuple[tuple[str, int], ...]
-
-    def rows(self, model: Model) -> pd.DataFrame:
-        """A row per turn: ``term`` (before or after), ``followed``, ``reader``, bits, evidence."""
-        from ia_mech.likelihood.reaction import evidence, reaction_bits
-
-        side, followed = map(list, zip(*self.written, strict=True))
-        logprobs = [
-            one.reshape(len(self.contexts), -1).sum(1) for one in super().rows(model)["own"]
-        ]
-        rows = pd.DataFrame({"term": side, "followed": followed, "reader": self.arm})
-        rows[INFORMATION], rows[EVIDENCE] = reaction_bits(logprobs), evidence(logprobs, followed)
-        return rows.assign(temperature=self.turns[0][1])
 
 
 class Compare(Arms):
@@ -472,10 +413,7 @@ class Compare(Arms):
     def read(self) -> None:
         """The two runs, over the same contexts."""
         if len(self.runs) != 2:
-            what = "one run" if len(self.runs) == 1 else f"{len(self.runs)} runs"
-            raise UserError(
-                f"{what} can't be compared", "give the base model's and the tuned one's"
-            )
+            raise UserError("compare takes two runs", "give the base model's and the tuned one's")
         before, after = self.runs
         if before.model["weights_hash"] == after.model["weights_hash"]:
             raise UserError("both runs are of the same weights", "sample one with --adapter")
@@ -493,68 +431,70 @@ class Compare(Arms):
             side: Compare([run], self.args, self.folder).queries
             for side, run in zip(SIDES, self.runs, strict=True)
         }
-
-    def units(self) -> list[ReadTurns]:
-        made = []
-        for pair in zip(*self.sides.values(), strict=True):
-            for number, (reader, run) in enumerate(zip(SIDES, self.runs, strict=True)):
-                read = [
-                    (side, query.turns[query.turns["temperature"] == self.temperature])
-                    for side, query in list(zip(SIDES, pair, strict=True))[number:]
-                ]
-                written = [(side, int(k)) for side, own in read for k in own["followed"]]
-                ids = [tuple(one.tolist()) for _, own in read for one in own["token_ids"]]
-                unit = unit_of(reader, pair[0], [(one, self.temperature) for one in ids])
-                weights = run.model["weights_hash"]
-                made.append(ReadTurns(**vars(unit), weights=weights, written=tuple(written)))
-        return made
+        self.queries = self.sides[BEFORE]
 
     def run_for(self, unit: Any) -> Run:
         return self.runs[SIDES.index(unit.arm)]
 
-    @cached_property
-    def contexts(self) -> pd.DataFrame:
-        return pd.concat([query.contexts for query in self.sides[BEFORE]], ignore_index=True)
+    def read_by(self) -> Iterator[tuple[str, Query, pd.DataFrame]]:
+        """Which model reads which turns to a query: the first those of both, the tuned model only
+        its own."""
+        for pair in zip(*self.sides.values(), strict=True):
+            sides = [one.turns.assign(term=side) for side, one in zip(SIDES, pair, strict=True)]
+            for reader, turns in ((BEFORE, pd.concat(sides)), (AFTER, sides[1])):
+                yield reader, pair[0], turns[turns["temperature"] == self.temperature]
+
+    def units(self) -> list[SiblingTurns]:
+        return [unit_of(reader, query, turns) for reader, query, turns in self.read_by()]
 
     def compared(self) -> list[tuple[dict[str, Any], list[Run]]]:
         return [({"term": side}, [run]) for side, run in zip(SIDES, self.runs, strict=True)]
 
     def rows(self) -> pd.DataFrame:
-        return self.measure_units(self.units())
+        """A row per turn and reader: ``term`` (before or after), ``followed``, ``reader``, bits,
+        evidence."""
+        from ia_mech.likelihood.reaction import evidence, reaction_bits
+
+        whole = self.measure_units(self.units())["whole"]
+        turns = [turns.assign(reader=reader) for reader, _, turns in self.read_by()]
+        names = ["term", "followed", "reader", "temperature", "source", "dataset"]
+        rows = pd.concat(turns, ignore_index=True)[names]
+        rows[INFORMATION] = [reaction_bits([each])[0] for each in whole]
+        own = zip(whole, rows["followed"], strict=True)
+        return rows.assign(**{EVIDENCE: [evidence([each], [k])[0] for each, k in own]})
 
     def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
         most = float(np.log2(rows["followed"].max() + 1))
+        by_writer, by_first = rows["reader"] == rows["term"], rows["reader"] == BEFORE
+        bits = {
+            INFORMATION: rows[INFORMATION].where(by_writer),
+            EVIDENCE: rows[EVIDENCE].where(by_first),
+        }
         texts = [text_measures(of).assign(term=side) for side, of in self.sides.items()]
-        own, fixed = rows[rows["term"] == rows["reader"]], rows[rows["reader"] == BEFORE]
-        found = self.compare(own, {INFORMATION: (0.0, most)})
-        found += self.compare(fixed, {EVIDENCE: (-np.inf, most)})
-        found += super().estimate(super().rows())
-        of_texts = dict.fromkeys((STOCK, ENDED), (0.0, 1.0))
-        return found + self.compare(pd.concat(texts, ignore_index=True), of_texts)
+        bounds = BOUNDS | {INFORMATION: (0.0, most), EVIDENCE: (-np.inf, most)}
+        bounds |= dict.fromkeys((STOCK, ENDED), (0.0, 1.0))
+        every = [rows.assign(**bits), super().rows(), *texts]
+        return self.compare(pd.concat(every, ignore_index=True), bounds)
 
     # -- what is shown ----------------------------------------------------------------------------
 
     def tables(self, found: pd.DataFrame) -> list[Table]:
-        def table(title: str, quantities: Sequence[str], legend: str) -> list[Table]:
-            columns: dict[str, tuple[str, int | str]] = {}
-            for name in quantities:
-                columns |= self.columns_of(name, name)
+        def table(title: str, one: str, other: str, legend: str) -> list[Table]:
+            columns = self.columns_of(one, one) | self.columns_of(other, other)
             return tables_of(title, found, columns, index=("dataset", *self.by), legend=legend)
 
-        made = table(
-            f"what turns tell about their response ({self.intervals})",
-            [INFORMATION, EVIDENCE],
+        told = f"{TOLD} ({self.intervals})"
+        legend = (
             "I_K: by the likelihoods of the model that wrote the turns; evidence: by those of the "
-            "model before training, a lower bound. Changes are paired by query.",
+            "model before training, a lower bound. Changes are paired by query."
         )
-        made += super().tables(found)
+        made = table(told, INFORMATION, EVIDENCE, legend) + super().tables(found)
         stock = f"{STOCK}: share of a turn's runs of three words that other queries' turns have."
-        return made + table("user turns", [STOCK, ENDED], stock)
+        return made + table("user turns", STOCK, ENDED, stock)
 
     def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
         rows = found[found["quantity"].isin([INFORMATION, EVIDENCE])]
-        title = "what turns tell about their response"
-        return {"bits": Bars(title, "bits", all_datasets(rows), by="quantity")}
+        return {"bits": Bars(TOLD, "bits", all_datasets(rows), by="quantity")}
 
     def data(self, rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
         return {"turns": rows}
@@ -568,7 +508,7 @@ class Compare(Arms):
             self.tested(
                 "change of the follow-up rate's excess over the rate after another response to the "
                 "same query, which form alone doesn't raise",
-                only(found, f"{EXCESS}, {CHANGE}"),
+                only(found, self.change),
                 most=1,
             ),
         )
@@ -576,10 +516,7 @@ class Compare(Arms):
 
 def text_measures(queries: Sequence[Query]) -> pd.DataFrame:
     """A row per turn of a model: whether the turn ended, and its share of stock trigrams."""
-    turns = pd.concat(
-        [query.turns.assign(dataset=query.dataset, source=query.source) for query in queries],
-        ignore_index=True,
-    )
+    turns = pd.concat([query.turns for query in queries], ignore_index=True)
     turns[ENDED] = (turns["finish_reason"] == "turn_end").astype(float)
     for _, at in turns.groupby("temperature"):
         turns.loc[at.index, STOCK] = stock_phrases(at["text"].tolist(), at["source"].tolist())

@@ -29,7 +29,7 @@ import pandas as pd
 from experiments.arms import Arm
 from experiments.control import QueryValues, estimate_means
 from experiments.experiment import Conclusion, Experiment, flag
-from experiments.outcome import LEAST_QUERIES, SiblingTurns, mean_by_query, turns_of, unit_of
+from experiments.outcome import LEAST_QUERIES, SiblingTurns, mean_by_query, unit_of
 from experiments.shown import Drawing, Lines, only, sentence_of, tables_of
 from ia_mech.cli import whole_from
 from ia_mech.data.conversations import Conversation
@@ -76,75 +76,40 @@ alone.
 SHORTEST, LONGEST = 0.5, 2.0  # times the original's length, in words
 LEAST_KEPT, MOST_COPIED = 0.5, 0.8  # shares of the original's content words, and of its trigrams
 LONG = 4  # fewest letters of a content word
-PHASES = {  # of sampling, as they are shown while they run
-    REQUESTED: "control, step 1 of 2: the model words one response to each query in several ways",
-    WORDINGS: "control, step 2 of 2: turns are sampled after these wordings",
-}
-Wordings = dict[str, tuple[int, list[str]]]  # source → which response, and texts that say the same
 
 # -- wordings of one response ----------------------------------------------------------------------
 
 
-def choose_response(query: Query, among: Sequence[int], seed: int) -> int:
-    """Draw which response to a query, ``among`` these, is worded in other ways."""
-    from ia_mech.engine.sampling import stream_key
-
-    rng = np.random.default_rng([*stream_key(seed, query.source, 0), 1])
-    return int(rng.choice(among))
-
-
-def rewording_requests(reworded: Mapping[str, int], queries: Sequence[Query]) -> list[Conversation]:
-    """Conversations in which a user asks for one response to each query (source → which) in other
-    words."""
-    texts = [REQUEST.format(text=query.responses[reworded[query.source]]) for query in queries]
-    return [
-        perturbed_conversation(query, None, [{"role": "user", "content": text}], REQUESTED)
-        for query, text in zip(queries, texts, strict=True)
-    ]
-
-
-def perturbed_conversation(
-    query: Query, index: int | None, messages: Sequence[dict], kind: str
-) -> Conversation:
+def perturbed_conversation(query: Query, kind: str, messages: Sequence[dict]) -> Conversation:
     """Messages as a conversation with a query's source, marked as perturbed by ``kind``: no
     estimate pools it with unperturbed ones."""
     _, source = split_source(query.source)
-    return Conversation(
-        id=f"{source}/{kind}" if index is None else f"{source}/{kind}/r{index}",
-        source_id=source,
-        dataset=query.dataset,
-        messages=tuple(messages),
-        perturbation=kind,
-        response_index=index,
-    )
+    what = f"{source}/{kind}", source, query.dataset, tuple(messages)
+    return Conversation(*what, perturbation=kind)
 
 
 def usable_wordings(
     run: Run, reworded: Mapping[str, int], queries: Sequence[Query], count: int
-) -> Wordings:
-    """The first ``count`` usable wordings of each response, from a run over
-    :func:`rewording_requests`; responses with fewer are left out. A wording that was cut off, or
-    equals another, isn't usable either.
+) -> dict[str, list[str]]:
+    """The first ``count`` usable wordings of one response to each query (source → which), from a
+    run that was asked for them: they end, have about the response's length, keep its content and
+    don't copy it or each other. Responses with fewer are left out.
     """
     answers = {query.source: query for query in queries_of([run], REQUESTED)}
-    found: Wordings = {}
+    found = {}
     for query in queries:
-        k, answer = reworded[query.source], answers[query.source]
+        own, answer = query.responses[reworded[query.source]], answers[query.source]
         whole = zip(answer.responses, answer.complete, strict=True)
-        texts = dict.fromkeys(text.strip() for text, complete in whole if complete)
-        own = query.responses[k]
-        kept = [one for one in texts if one not in ("", own.strip()) and is_usable(one, own)]
+        kept = []
+        for text in dict.fromkeys(text.strip() for text, complete in whole if complete):
+            close = closeness(text, own)
+            long = SHORTEST <= close["length ratio"] <= LONGEST
+            copied = text == own.strip() or close["trigrams kept"] > MOST_COPIED
+            if long and close["words kept"] >= LEAST_KEPT and not copied:
+                kept.append(text)
         if len(kept) >= count:
-            found[query.source] = k, kept[:count]
+            found[query.source] = kept[:count]
     return found
-
-
-def is_usable(text: str, original: str) -> bool:
-    """Whether a text has about the original's length, keeps its content and doesn't copy it."""
-    close = closeness(text, original)
-    long = SHORTEST <= close["length ratio"] <= LONGEST
-    copied = close["trigrams kept"] > MOST_COPIED  # False for NaN: less than three words
-    return long and close["words kept"] >= LEAST_KEPT and not copied
 
 
 def closeness(text: str, original: str) -> dict[str, float]:
@@ -172,17 +137,15 @@ def with_bits(queries: Sequence[Query], rows: pd.DataFrame) -> pd.DataFrame:
     ``whole`` and ``reader`` ``[K]``, the log-likelihood in nats at the turn's own temperature and
     at T = 1; and, of sampled turns, ``reaction_bits``, ``evidence``, ``identified`` and
     ``bits_by_token`` ``[tokens]``."""
-    count = len(queries[0].contexts)
     turns = pd.concat([query.turns for query in queries], ignore_index=True)
-    each = [values.reshape(count, -1) for values in rows["own"]]
-    turns = turns.assign(whole=[one.sum(1) for one in each], reader=rows["reader"].tolist())
+    turns = turns.join(rows[["own", "whole", "reader"]].reset_index(drop=True))
     sampled = turns[turns["temperature"] > 0]
     whole, followed = np.stack(sampled["whole"].tolist()), sampled["followed"]
     bits = {
         "reaction_bits": reaction_bits(whole),
         "evidence": evidence(whole, followed),
         "identified": identified(whole, followed),
-        "bits_by_token": [bits_by_token(each[row]) for row in sampled.index],
+        "bits_by_token": [bits_by_token(one.reshape(whole.shape[1], -1)) for one in sampled["own"]],
     }
     return turns.join(pd.DataFrame(bits, index=sampled.index))
 
@@ -194,11 +157,6 @@ def information_of(
     whole = np.stack(turns["whole"].tolist())
     found = information(whole, turns["followed"], turns["source"], among, size)
     return pd.Series(found, dtype=float)
-
-
-def share_of_pairs_that_differ(texts: pd.Series) -> float:
-    """The share of pairs of K texts that differ: an unbiased estimate for a new pair."""
-    return float(np.mean([one != other for one, other in combinations(texts, 2)]))
 
 
 # -- the experiment --------------------------------------------------------------------------------
@@ -217,6 +175,8 @@ class Reaction(Experiment):
     # -- what is read and sampled -----------------------------------------------------------------
 
     def read(self) -> None:
+        from ia_mech.engine.sampling import stream_key
+
         args = self.args
         count = max(len(query.contexts) for query in self.queries)
         self.used = [query for query in self.queries if len(query.contexts) == count]
@@ -250,11 +210,11 @@ class Reaction(Experiment):
         first = {q.source for q in subsample(self.queries, MOST_CONTROLLED, args.seed)}
         enough = {source for source, some in self.compared.items() if len(some) >= self.size}
         self.controlled = [query for query in self.used if query.source in first & enough]
-        self.wordings: Wordings = {}
-        self.reworded = {
-            query.source: choose_response(query, self.compared[query.source], args.seed)
-            for query in self.controlled
-        }
+        self.wordings: dict[str, list[str]] = {}
+        self.reworded = {}
+        for query in self.controlled:
+            rng = np.random.default_rng([*stream_key(args.seed, query.source, 0), 1])
+            self.reworded[query.source] = int(rng.choice(self.compared[query.source]))
 
     @property
     def only_complete(self) -> bool:
@@ -264,8 +224,13 @@ class Reaction(Experiment):
     def arms(self) -> Mapping[str, Arm]:
         if not self.reworded:
             return {}
-        contexts = (one.contexts.iloc[self.reworded[one.source]] for one in self.controlled)
-        longest = max(int(one["response_tokens"]) for one in contexts)
+        asked, longest = [], 0
+        for query in self.controlled:
+            k = self.reworded[query.source]
+            request = REQUEST.format(text=query.responses[k])
+            messages = [{"role": "user", "content": request}]
+            asked.append(perturbed_conversation(query, REQUESTED, messages))
+            longest = max(longest, int(query.contexts["response_tokens"].iloc[k]))
         changes = {
             "response": "generate",
             "responses": SURPLUS * self.size,
@@ -275,29 +240,11 @@ class Reaction(Experiment):
             "temperatures": (),  # the turns after wordings by themselves are of no interest
             "max_new_tokens": 1,
         }
-        return {REQUESTED: Arm(rewording_requests(self.reworded, self.controlled), changes)}
-
-    def sample(self, name: str, arm: Arm) -> Run:
-        print(PHASES[name], file=sys.stderr)
-        return super().sample(name, arm)
-
-    def control(self) -> Arm:
-        """Turns after K′ wordings that stand as responses to each query."""
-        made = []
-        for query in self.controlled:
-            _, texts = self.wordings.get(query.source, (0, []))
-            for index, text in enumerate(texts):
-                messages = [*query.messages, {"role": "assistant", "content": text}]
-                made.append(perturbed_conversation(query, index, messages, REWORDED))
-        return Arm(made)
+        return {REQUESTED: Arm(asked, changes, turns=SURPLUS * self.size)}
 
     def plan(self) -> dict[str, str]:
-        lines = super().plan()
-        if self.reworded:
-            count = len(self.reworded)
-            lines[REQUESTED] = f"{count} responses, each {SURPLUS * self.size} times"
-            lines[WORDINGS] = f"of these at most {count * self.size} conversations"
-        return lines
+        most = f"at most {len(self.reworded) * self.size} conversations to sample"
+        return super().plan() | ({WORDINGS: most} if self.reworded else {})
 
     # -- what is measured -------------------------------------------------------------------------
 
@@ -310,7 +257,7 @@ class Reaction(Experiment):
 
     def units(self) -> list[SiblingTurns]:
         of_arms = self.measured().items()
-        return [unit_of(arm, one, turns_of(one)) for arm, queries in of_arms for one in queries]
+        return [unit_of(arm, one, one.turns) for arm, queries in of_arms for one in queries]
 
     def rows(self) -> pd.DataFrame:
         if REQUESTED in self.sampled:
@@ -322,8 +269,14 @@ class Reaction(Experiment):
                 "twice as long, keep half of the content words and don't copy; the others have no "
                 "such control."
             )
-            if self.wordings:
-                self.sample(WORDINGS, self.control())
+            made = []  # turns after K′ wordings that stand as responses to each query
+            for query in wanted:
+                for index, text in enumerate(self.wordings.get(query.source, [])):
+                    messages = [*query.messages, {"role": "assistant", "content": text}]
+                    one = perturbed_conversation(query, REWORDED, messages)
+                    made.append(one.with_response_index(index))
+            if made:
+                self.sample(WORDINGS, Arm(made))
         return self.measure_units(self.units(), "scoring turns after each response")
 
     # -- what is estimated ------------------------------------------------------------------------
@@ -339,8 +292,7 @@ class Reaction(Experiment):
         reader = np.stack(self.turns["reader"].tolist())
         self.turns["readable_bits"] = readable_bits(reader, *own, seed=seed).bits
         values = chain(self.values_of_turns(arms), self.values_of_wordings())
-        estimates = estimate_means(values, self.options)
-        return holm_corrected(estimates)
+        return holm_corrected(estimate_means(values, self.options))
 
     def values_of_turns(self, arms: Mapping[str, pd.DataFrame]) -> Iterator[QueryValues]:
         """All values of the arms' turns (:func:`with_bits`), a temperature at a time."""
@@ -357,8 +309,9 @@ class Reaction(Experiment):
             readable = mean(turns, turns["readable_bits"])
             yield QueryValues(READABLE, readable, names, most=most[count])
             if temperature == 0:
-                each = turns.groupby("source")["text"].agg(share_of_pairs_that_differ)
-                yield QueryValues(DIFFERENT, each, names, least=0, most=1)
+                pairs = {s: combinations(each, 2) for s, each in turns.groupby("source")["text"]}
+                differ = {s: np.mean([a != b for a, b in of]) for s, of in pairs.items()}
+                yield QueryValues(DIFFERENT, pd.Series(differ), names, least=0, most=1)
                 continue
             yield QueryValues(GREEDY_DIFFERENCE, greedy_bits, names, baseline=readable)
             identified = mean(turns, turns["identified"])
@@ -404,14 +357,12 @@ class Reaction(Experiment):
             return copy_features(texts.get_group(query.source).tolist(), asked, query.responses)
 
         features = np.concatenate([features_of(query) for query in self.used])
-        own, seed = (turns["followed"], turns["source"]), self.args.seed
-        columns: list[int] = []
-        count = features.shape[1]
+        count, columns = features.shape[1], list[int]()
         most = float(np.log2(count))
         for group, added in GROUPS.items():
-            columns += added
-            copied = choice_bits(features[:, :, columns], *own, seed=seed).bits
-            labels = names | {"term": group}
+            columns, labels = [*columns, *added], names | {"term": group}
+            what = features[:, :, columns], turns["followed"], turns["source"]
+            copied = choice_bits(*what, seed=self.args.seed).bits
             yield QueryValues(COPIED, mean_by_query(turns, copied, count), labels, most=most)
             beyond = mean_by_query(turns, turns["reaction_bits"] - copied, count)
             yield QueryValues(BEYOND, beyond, labels, least=-most)
@@ -420,20 +371,18 @@ class Reaction(Experiment):
         """How close wordings are to their response, and the headline's other responses to it."""
         rows = []
         for query in self.used:
-            if query.source in self.wordings:
-                k, wordings = self.wordings[query.source]
+            if wordings := self.wordings.get(query.source):
+                k = self.reworded[query.source]
                 others = [query.responses[i] for i in self.compared[query.source] if i != k]
                 for term, texts in ((WORDINGS, wordings), ("other responses", others)):
-                    for text in texts:
-                        close = closeness(text, query.responses[k])
-                        rows.append({"term": term, "source": query.source} | close)
-        if rows:
-            for term, each in pd.DataFrame(rows).groupby("term", sort=False):
-                by_source = each.groupby("source")[[*CLOSENESS]].mean()
-                for quantity in CLOSENESS:
-                    most = np.inf if quantity == "length ratio" else 1.0
-                    values = by_source[quantity].dropna()
-                    yield QueryValues(quantity, values, {"term": term}, least=0, most=most)
+                    names = {"term": term, "source": query.source}
+                    rows += [names | closeness(text, query.responses[k]) for text in texts]
+        for term, each in pd.DataFrame(rows).groupby("term", sort=False) if rows else ():
+            by_source = each.groupby("source")[[*CLOSENESS]].mean()
+            for quantity in CLOSENESS:
+                most = np.inf if quantity == "length ratio" else 1.0
+                values = by_source[quantity].dropna()
+                yield QueryValues(quantity, values, {"term": term}, least=0, most=most)
 
     def data(self, rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
         columns = [*KEY, "dataset", "source_id", "text", "followed", "finish_reason", "complete"]
@@ -449,33 +398,30 @@ class Reaction(Experiment):
         return estimates[mine]
 
     def conclude(self, estimates: pd.DataFrame) -> Conclusion:
-        head, wordings = self.headline(estimates), estimates[estimates["term"] == WORDINGS]
-        sentences = [
-            sentence_of(
-                f"bits that a turn tells about which of {self.size} {self.kind_of_responses} it "
-                f"followed, at most {np.log2(self.size):.2f}",
-                only(head, INFORMATION),
-            ),
-            self.tested(
-                "bits that one fixed reader finds in greedy turns, minus those in sampled ones",
-                only(estimates, GREEDY_DIFFERENCE),
-                most=float(np.log2(len(self.used[0].contexts))),
-            ),
-        ]
-        more = f"bits beyond those about {self.size} wordings of one response"
-        controls = [
-            self.tested(more, only(wordings, DIFFERENCE), most=float(np.log2(self.size))),
-            sentence_of(
-                "share of the response's content words that the wordings keep",
-                only(wordings, CLOSENESS[0]),
-            ),
-        ]
+        wordings, size = estimates[estimates["term"] == WORDINGS], self.size
+        told = sentence_of(
+            f"bits that a turn tells about which of {size} {self.kind_of_responses} it followed, "
+            f"at most {np.log2(size):.2f}",
+            only(self.headline(estimates), INFORMATION),
+        )
+        greedy = self.tested(
+            "bits that one fixed reader finds in greedy turns, minus those in sampled ones",
+            only(estimates, GREEDY_DIFFERENCE),
+            most=float(np.log2(len(self.used[0].contexts))),
+        )
+        beyond = self.tested(
+            f"bits beyond those about {size} wordings of one response",
+            only(wordings, DIFFERENCE),
+            most=float(np.log2(size)),
+        )
+        words = "share of the response's content words that the wordings keep"
+        kept = sentence_of(words, only(wordings, CLOSENESS[0]))
         none = (
             "There is no control of wordings of one response: turns may tell the content of a "
             "response or only its wording."
         )
-        control = " ".join(controls) if controls[0] else none
-        return Conclusion(" ".join(filter(None, [self.cut_off, *sentences])), control)
+        said = " ".join(filter(None, [self.cut_off, told, greedy]))
+        return Conclusion(said, f"{beyond} {kept}" if beyond else none)
 
     @property
     def cut_off(self) -> str:

@@ -106,11 +106,11 @@ def test_equal_and_empty_responses_are_no_alternatives():
 def test_sequences_that_are_too_long_are_left_out(tokenizer):
     chat = ChatFormat(tokenizer)
     made = [replace(one, real_follow_up="Why " * n) for n, one in enumerate(several(), start=1)]
-    lengths = post_training.sequences(chat, made, 1000)["input_ids"].map(len)
-    longest = int(lengths.median())
+    lengths = [len(row["input_ids"]) for row in post_training.sequences(chat, made, 1000)]
+    longest = int(np.median(lengths))
     short = post_training.sequences(chat, made, longest)
-    assert len(lengths) == 48 and len(short) == (lengths <= longest).sum() < 48
-    with pytest.raises(UserError, match="no sequence has at most 8 tokens"):
+    assert len(lengths) == 48 and len(short) == np.sum(np.array(lengths) <= longest) < 48
+    with pytest.raises(UserError, match="no conversation has a real follow-up and at most 8 tok"):
         post_training.sequences(chat, made, 8)
 
 
@@ -203,7 +203,7 @@ def test_what_cant_be_trained_on_is_refused(spoken, tiny_model_dir, tmp_path, ca
     unanswered = str(written(tmp_path / "unanswered.jsonl", [{"messages": TURNS[:1]}]))
     monkeypatch.setattr(post_training.importlib.util, "find_spec", lambda name: None)
     for words, problem in (
-        (["export", silent], f"{silent} holds no real follow-up after a response"),
+        (["export", silent], "no conversation has a real follow-up and at most 1024 tokens"),
         (["export", unanswered], f"{unanswered} holds no response"),
         (["sft", str(spoken)], "training needs trl and peft; install them: pip"),
     ):
@@ -284,7 +284,7 @@ def test_both_models_are_compared_on_the_same_queries(pair, tiny_subject, tmp_pa
 
 
 def test_one_run_cant_be_compared(pair, capfd):
-    assert refusal(call(main, ["compare", pair[0]], capfd)).startswith("one run can't be compared;")
+    assert refusal(call(main, ["compare", pair[0]], capfd)).startswith("compare takes two runs;")
 
 
 # --- with trl and peft

@@ -89,7 +89,7 @@ def folder(tiny_model_dir, tmp_path_factory):
 def wordings(_, reworded, queries, count):
     """Wordings of all responses but one, in place of those of a random model, which say nothing."""
     return {
-        query.source: (reworded[query.source], [f"Wording {k} of {n}." for k in range(count)])
+        query.source: [f"Wording {k} of {n}." for k in range(count)]
         for n, query in enumerate(queries[1:])
     }
 
@@ -149,7 +149,9 @@ def test_a_model_that_writes_no_wordings_has_no_such_control(
     are, too."""
     monkeypatch.setattr("experiments.reaction.MOST_CONTROLLED", 1)
     words = [str(siblings.path), "--out", str(tmp_path / "out"), "--resamples", "100"]
-    assert "1 responses, each 12 times" in call(main, [*words, "--dry-run"], capfd).out
+    plan = call(main, [*words, "--dry-run"], capfd).out
+    assert "1 conversations to sample 12 turns after each" in plan
+    assert "at most 4 conversations to sample" in plan
     shown = " ".join(call(main, words, capfd).out.split())
     assert "There is no control of wordings" in shown
     assert "Too few queries have two complete responses" in shown
@@ -255,7 +257,7 @@ def test_wordings_end_say_the_same_and_do_not_copy(folder):
     run = SimpleNamespace(path=folder, contexts=rows, generations=query.turns.iloc[:0])
     run.drawn = lambda turns: turns["order"] >= 0
     found = usable_wordings(run, {query.source: 1}, [query], 2)
-    assert found == {query.source: (1, good)}
+    assert found == {query.source: good}
     assert usable_wordings(run, {query.source: 1}, [query], 3) == {}
 
 
