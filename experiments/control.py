@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import ArrayLike
 
 from experiments.outcome import CHOOSING, IN_ROLE, ONCE_IN_ROLE
 from ia_mech.estimates import Group, TidyEstimate, by_dataset, paired_row
@@ -32,8 +33,11 @@ MOVED_PARTS = {part: f"{MOVED}, {part}" for part in (IN_ROLE, ONCE_IN_ROLE)}
 BEYOND = "high minus low donor, beyond the first token"
 DONORS, UNCHANGED = "donors' own difference, held out", "share, unchanged"
 UNDER = {HIGH: "share under the high donor", LOW: "share under the low donor"}
+COVERED = "probability of the openings"  # of the recipient, under a donor
+COVERED_UNDER = {arm: f"{COVERED} under the {arm} donor" for arm in (HIGH, LOW)}
 FIRST = "first token alone"  # the last token's state after the last layer, which nothing else reads
 CELL = ["term", "layer"]
+EPSILON = 1e-9  # a sum below which nothing is divided by it
 
 # -- paired by query -------------------------------------------------------------------------------
 
@@ -87,6 +91,20 @@ def estimate_means(each: Iterable[QueryValues], options: dict[str, Any]) -> Iter
                 test = paired_row(group, one.quantity, more, sources, 0 * more, sources)
                 row = replace(row, p=test.p, test=test.test)
             yield replace(row, estimate=row.estimate.clip(one.least, one.most))
+
+
+def ratio(
+    values: ArrayLike, whole: ArrayLike, sources: Iterable[Any], options: Mapping[str, Any]
+) -> Estimate:
+    """The mean of ``[rows]`` values by that of others, with a bootstrap interval over sources."""
+    values, whole = np.asarray(values, float), np.asarray(whole, float)
+
+    def of(counts: np.ndarray) -> np.ndarray:
+        below = counts @ whole
+        return (counts @ values) / np.where(np.abs(below) > EPSILON, below, np.nan)
+
+    (estimate,) = cluster_bootstrap(of, list(sources), **options)
+    return estimate
 
 
 def halves_of(queries: Iterable[str], seed: int) -> dict[str, int]:
@@ -205,10 +223,12 @@ def estimates(rows: pd.DataFrame, options: dict[str, Any]) -> Iterator[TidyEstim
         for (term, layer), cell in rows[here].groupby(CELL, sort=False):
             sources = cell["source"].to_numpy()
             own = Group(sources, options, group.names | {"term": term, "layer": layer})
-            for arm, quantity in UNDER.items():
+            for arm in UNDER:
                 pair = cell["source"], cell[f"query {arm}"]
-                share = dyadic_mean(cell[arm], *pair, ends=(0, 1), level=level)
-                yield own.row(quantity, share, len(cell))
+                for name, quantity in ((arm, UNDER), (f"{COVERED} {arm}", COVERED_UNDER)):
+                    if name in cell:
+                        share = dyadic_mean(cell[name], *pair, ends=(0, 1), level=level)
+                        yield own.row(quantity[arm], share, len(cell))
             for quantity, a, b in ((MOVED, HIGH, LOW), (EQUAL, EQUAL_A, EQUAL_B)):
                 queries = cell[["source", f"query {a}", f"query {b}"]]
                 yield row(own, quantity, cell[a] - cell[b], queries)

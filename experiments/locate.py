@@ -97,12 +97,12 @@ from experiments.outcome import (
     query_bits_of,
     with_own_scores,
 )
-from experiments.shown import Bars, Drawing, Lines, tables_of
+from experiments.shown import Bars, Drawing, Lines, only, spans, tables_of, told
 from ia_mech.errors import UserError
 from ia_mech.estimates import ALL, TidyEstimate, all_datasets, holm_corrected
 from ia_mech.likelihood.carried import CANDIDATES, CEILING, QueryBits
 from ia_mech.results import SHARE as AS_SHARE
-from ia_mech.results import Table, cell_of
+from ia_mech.results import Table
 from ia_mech.stats import Estimate, cluster_bootstrap, cluster_mean, model_confidence_set
 
 # What comes after the response is computed anew.
@@ -396,24 +396,26 @@ class SiteBits(Bits):
         return drawings(without_repeats(found), self.runs[0].model["name"])
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
-        lookup, model = Lookup(found), self.runs[0].model
+        said_at, model = partial(said_of, found), self.runs[0].model
         windows = strongest_windows(found, model["layers"], self.args.level)
         said = [
-            f"Sampled turns of {model['name']} tell {lookup(BITS, OWN)} of {CEILING:.2f} bits "
+            f"Sampled turns of {model['name']} tell {said_at(BITS, OWN)} of {CEILING:.2f} bits "
             f"about which of {CANDIDATES} responses they followed, greedy ones "
-            f"{lookup(BITS, OWN, 0.0)}.",
+            f"{said_at(BITS, OWN, 0.0)}.",
             f"{enough_alone(found)}{windows and f'; {windows}'}.",
         ]
         mapped = found.loc[found["term"].isin([ALL_LAYERS, *WRITTEN]), "temperature"].max()
         parts = {site: f"written: {site}" for site in (RESPONSE, HEADER, RESPONSE_AND_HEADER)}
         if found["term"].isin(parts.values()).any():
-            each = [f"{lookup(BITS, of, mapped)} ({site})" for site, of in parts.items()]
+            each = [f"{said_at(BITS, of, mapped)} ({site})" for site, of in parts.items()]
             said.append(
                 f"Turns that are written after hybrids tell {', '.join(each)} about the candidate."
             )
         if found["term"].isin(BLOCK_SITES).any():
-            kept = [f"{lookup(BITS, site, mapped)} ({site.split(', ')[1]})" for site in BLOCK_SITES]
-            whole = lookup(BITS, ALL_LAYERS, mapped)
+            kept = [
+                f"{said_at(BITS, site, mapped)} ({site.split(', ')[1]})" for site in BLOCK_SITES
+            ]
+            whole = said_at(BITS, ALL_LAYERS, mapped)
             said.append(
                 f"Of its {whole} bits, the response keeps {', '.join(kept)} if each of its tokens "
                 "sees only its own block."
@@ -421,7 +423,7 @@ class SiteBits(Bits):
         control = (
             "Each number compares a response with two others to the same query, whose states are "
             "put in the same way; keys and values of the query, whose tokens are the same in all "
-            f"contexts, are enough for {lookup(BITS, QUERY)}."
+            f"contexts, are enough for {said_at(BITS, QUERY)}."
         )
         return Conclusion(" ".join(said), control)
 
@@ -462,17 +464,17 @@ def without_repeats(found: pd.DataFrame) -> pd.DataFrame:
 def enough_alone(found: pd.DataFrame) -> str:
     """For how many of the bits of sampled turns each way is enough alone, and how many are lost
     without it."""
-    lookup, said = Lookup(found), []
+    said_at, said = partial(said_of, found), []
     for site, of in WAYS.items():
-        if (bits := lookup(BITS, site)) == "–":
+        if (bits := said_at(BITS, site)) == "–":
             continue
-        little = lookup.rows(ABOVE_TENTH, site)
+        little = only(all_datasets(found), ABOVE_TENTH, term=site, temperature=None)
         if len(little) and little["high"].item() < 0:
-            likeliest = f"own likeliest {lookup(HITS, site)}, {1 / CANDIDATES:.2f} by chance"
+            likeliest = f"own likeliest {said_at(HITS, site)}, {1 / CANDIDATES:.2f} by chance"
             words = f"{of} move likelihoods little ({bits} bits; {likeliest})"
         else:
-            words = f"{of} are enough for {bits} of these bits (share {lookup(SHARE, site)})"
-        lost = lookup(LEFT_OUT, site)
+            words = f"{of} are enough for {bits} of these bits (share {said_at(SHARE, site)})"
+        lost = said_at(LEFT_OUT, site)
         said.append(words + (f", and without them {lost} are lost" if lost != "–" else ""))
     text = "; ".join(said)
     return text[:1].upper() + text[1:]
@@ -481,14 +483,13 @@ def enough_alone(found: pd.DataFrame) -> str:
 def strongest_windows(found: pd.DataFrame, layers: int, level: float) -> str:
     """The layers that may carry most, in words; an empty text where none is shown to carry any."""
     every = found[(found["quantity"] == MAY_BE_MOST) & (found["term"] == WINDOW)]
-    kept = every[every["value"] > 1 - level].sort_values("layer")
+    kept = every[every["value"] > 1 - level]
     if len(kept) == len(every):
         return "its layers can't be told apart" if len(every) else ""
-    size, spans = window_size(layers), list[list[int]]()
-    for first in kept["layer"].astype(int):
-        start = spans.pop()[0] if spans and spans[-1][1] == first - 1 else first
-        spans.append([start, min(first + size - 1, layers)])
-    return f"the layers that may carry most are {' and '.join(f'{a}–{b}' for a, b in spans)}"
+    those = (
+        number for one in layer_windows(layers) if one[0] in set(kept["layer"]) for number in one
+    )
+    return f"the layers that may carry most are {spans(those, ' and ')}"
 
 
 def drawings(found: pd.DataFrame, model: str) -> dict[str, Drawing]:
@@ -507,23 +508,11 @@ def drawings(found: pd.DataFrame, model: str) -> dict[str, Drawing]:
     return made
 
 
-class Lookup:
-    """Estimates as text, by quantity, site and temperature (None: all sampled turns)."""
-
-    def __init__(self, found: pd.DataFrame) -> None:
-        self._found = all_datasets(found)
-
-    def rows(self, quantity: str, term: str, temperature: float | None = None) -> pd.DataFrame:
-        """The line of an estimate, if there is one."""
-        rows = self._found
-        t = rows["temperature"]
-        t = t.isna() if temperature is None else t.eq(temperature)
-        return rows[(rows["quantity"] == quantity) & (rows["term"] == term) & t]
-
-    def __call__(self, quantity: str, term: str, temperature: float | None = None) -> str:
-        mine = self.rows(quantity, term, temperature)
-        digits = AS_SHARE if quantity == SHARE else 2
-        return cell_of(next(mine.itertuples()), digits) if len(mine) else "–"
+def said_of(found: pd.DataFrame, quantity: str, term: str, temperature: float | None = None) -> str:
+    """An estimate as text, at a temperature (None: of all sampled turns)."""
+    digits = AS_SHARE if quantity == SHARE else 2
+    at = {"term": term, "temperature": temperature}
+    return told(all_datasets(found), quantity, digits, **at) or "–"
 
 
 main = Locate.main

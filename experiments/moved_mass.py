@@ -21,6 +21,8 @@ from experiments.change import Replaced, positions_of
 from experiments.control import (
     ARMS,
     CELL,
+    COVERED,
+    COVERED_UNDER,
     DONORS,
     EQUAL,
     HIGH,
@@ -34,20 +36,18 @@ from experiments.control import (
     estimates,
 )
 from experiments.experiment import Conclusion, Model, Unit
-from experiments.grid import FollowUps, Grid, drawing
+from experiments.grid import FollowUps, Grid
 from experiments.mass import SHARE
 from experiments.outcome import CHOOSING, HEADER_LAST, IN_ROLE, ONCE_IN_ROLE
-from experiments.shown import Drawing, only, tables_of
+from experiments.shown import only, spans, tables_of
 from ia_mech.cli import shell_word
 from ia_mech.errors import UserError
 from ia_mech.estimates import Group, TidyEstimate, all_datasets, by_dataset, holm_corrected
 from ia_mech.results import SHARE as AS_SHARE
 from ia_mech.results import Table
 from ia_mech.run import Run, layout
-from ia_mech.stats import Estimate, dyadic_mean, dyadic_test
+from ia_mech.stats import Estimate, dyadic_test
 
-COVERED = "probability of the openings"
-COVERED_UNDER = {arm: f"{COVERED} under the {arm} donor" for arm in (HIGH, LOW)}
 OWN_MASS = "donors' own masses, high minus low"
 HALF = "p that more than half is moved from here on"
 
@@ -272,17 +272,8 @@ class MovedMass(FollowUps):
             each = rows[here].drop_duplicates("source")
             own = Group(each["source"].to_numpy(), self.options, {"dataset": dataset})
             found.append(own.mean(OWN_MASS, each[f"mass {HIGH}"] - each[f"mass {LOW}"]))
-            for (term, layer), cell in rows[here].groupby(CELL, sort=False):
-                names = {"dataset": dataset, "term": term, "layer": layer}
-                own = Group(cell["source"].to_numpy(), self.options, names)
-                for arm, quantity in COVERED_UNDER.items():
-                    pair = cell["source"], cell[f"query {arm}"]
-                    how = {"ends": (0, 1), "level": self.args.level}
-                    share = dyadic_mean(cell[f"{COVERED} {arm}"], *pair, **how)
-                    found.append(own.row(quantity, share, len(cell)))
-            found += half_moved(
-                rows[here & (rows["term"] == HEADER_LAST)], dataset, self.args.level
-            )
+            last = rows[here & (rows["term"] == HEADER_LAST)]
+            found += half_moved(last, dataset, self.args.level)
         return holm_corrected(found, lambda row: (row.quantity, row.names["dataset"], trivial(row)))
 
     # -- shown ------------------------------------------------------------------------------------
@@ -333,11 +324,6 @@ class MovedMass(FollowUps):
             ),
         ]
 
-    def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
-        title = f"{self.runs[0].model['name']} · {self.measured}"
-        axis = "under the high donor minus under the low one"
-        return {"cells": drawing(title, axis, all_datasets(only(found, MOVED)))}
-
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         level, whole = self.args.level, all_datasets(found)
         moved, equal = (
@@ -364,23 +350,8 @@ class MovedMass(FollowUps):
             f" A state is shown to move it at {len(shown)} of {len(moved)} cells before the last "
             f"layer{': ' * bool(each)}{'; '.join(each)}."
         )
-        false = int((equal["p_holm"] <= 1 - level).sum())
-        control = f"Two donors of equal mass differ at {false} of {len(equal)} cells"
-        if len(equal):
-            control += f" (largest {equal['value'].abs().max():.2f})"
-        control += ". The recipient's own states change no bit. "
-        return Conclusion(sentence, f"{control}{self.gate.short}.")
-
-
-def spans(numbers: list[int]) -> str:
-    """``3–5, 8``."""
-    found: list[list[int]] = []
-    for number in sorted(numbers):
-        if found and number == found[-1][-1] + 1:
-            found[-1][1:] = [number]
-        else:
-            found.append([number])
-    return ", ".join("–".join(map(str, span)) for span in found)
+        control = f"{self.said_of_equal('mass', equal)} The recipient's own states change no bit."
+        return Conclusion(sentence, f"{control} {self.gate.short}.")
 
 
 def half_moved(rows: pd.DataFrame, dataset: str, level: float) -> Iterator[TidyEstimate]:

@@ -31,6 +31,7 @@ from experiments.outcome import (
     ahead_for_good,
     first_token_curves,
     lens_curves,
+    lens_of,
     openings_of,
     with_token_scores,
 )
@@ -148,16 +149,11 @@ class TemperatureSweep(Experiment):
 
     def rows(self) -> pd.DataFrame:
         """A row per sampled turn that was assessed: of ``turns``, with :func:`leaving_point`."""
-        from ia_mech.lens import Lens, NoLens
-
         openings = openings_of(self.turns)
         self.first = first_token_curves(self.runs, self.contexts, openings, self.grid)
         self.log_p: dict[str, np.ndarray] = {}
-        try:
-            lens = Lens.load(self.runs[0].model["weights_hash"])
+        if lens := lens_of(self.runs[0], self.notes):
             self.log_p = lens_curves(self.runs, self.contexts, openings, lens)
-        except NoLens as why:
-            self.notes.append(f"no logit lens: {why}.")
         opened = [of.sum() for of in (openings.follow_up, openings.restated)]
         both = ((opened[0] > 0) & (opened[1] > 0)).sum()
         self.notes.append(

@@ -14,8 +14,9 @@ from test_interchange import BLOCK, SHARES, Marked, sampled
 from experiments import interchange, mass
 from experiments.control import ARMS, DONORS, EQUAL, MOVED, RATIO, UNCHANGED
 from experiments.experiment import Model
-from experiments.moved_mass import COVERED, HALF, MassUnder, half_moved, spans
+from experiments.moved_mass import COVERED, HALF, MassUnder, half_moved
 from experiments.outcome import IN_ROLE, lens_masses
+from experiments.shown import spans
 from ia_mech.engine.intervene import Replace
 from ia_mech.engine.state import Prefix, prefill
 from ia_mech.errors import UserError
