@@ -35,6 +35,8 @@ DONORS, UNCHANGED = "donors' own difference, held out", "share, unchanged"
 UNDER = {HIGH: "share under the high donor", LOW: "share under the low donor"}
 COVERED = "probability of the openings"  # of the recipient, under a donor
 COVERED_UNDER = {arm: f"{COVERED} under the {arm} donor" for arm in (HIGH, LOW)}
+OWN_MASS = "donors' own masses, high minus low"
+HALF = "p that more than half is moved from here on"
 FIRST = "first token alone"  # the last token's state after the last layer, which nothing else reads
 CELL = ["term", "layer"]
 EPSILON = 1e-9  # a sum below which nothing is divided by it
@@ -225,10 +227,10 @@ def estimates(rows: pd.DataFrame, options: dict[str, Any]) -> Iterator[TidyEstim
             own = Group(sources, options, group.names | {"term": term, "layer": layer})
             for arm in UNDER:
                 pair = cell["source"], cell[f"query {arm}"]
-                for name, quantity in ((arm, UNDER), (f"{COVERED} {arm}", COVERED_UNDER)):
+                for name, words in ((arm, UNDER), (f"{COVERED} {arm}", COVERED_UNDER)):
                     if name in cell:
                         share = dyadic_mean(cell[name], *pair, ends=(0, 1), level=level)
-                        yield own.row(quantity[arm], share, len(cell))
+                        yield own.row(words[arm], share, len(cell))
             for quantity, a, b in ((MOVED, HIGH, LOW), (EQUAL, EQUAL_A, EQUAL_B)):
                 queries = cell[["source", f"query {a}", f"query {b}"]]
                 yield row(own, quantity, cell[a] - cell[b], queries)

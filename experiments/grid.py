@@ -27,13 +27,15 @@ from experiments.change import OWN, RESPONSES, Cell, Change, Given, Replaced, Sp
 from experiments.control import (
     ARMS,
     BEYOND,
+    COVERED_UNDER,
     DONORS,
     EQUAL,
     FIRST,
+    HALF,
     HIGH,
-    LOW,
     MOVED,
     MOVED_PARTS,
+    OWN_MASS,
     RATIO,
     UNCHANGED,
     UNDER,
@@ -344,6 +346,26 @@ class FollowUps(Grid):
     siblings, judged = False, True
     flags: ClassVar[tuple[str, ...]] = ("category", "samples", "temperature")
 
+    put = "parts"  # of donors
+
+    @property
+    def temperature(self) -> float:
+        """Of the turns, or of their first token."""
+        return self.args.temperature
+
+    @property
+    def legends(self) -> tuple[str, str]:
+        """Of the tables of what moves, and of what there is to move."""
+        return (
+            "Paired by recipient, intervals over recipients' and donors' queries; p: "
+            "Holm-corrected over lines, without the first token. In role: the same of turns that "
+            "stay in the user's role; once in role: of the share among these. Of the donors' "
+            "difference: 1 if the share travels with what is put in. Beyond the first token: minus "
+            "the same difference under the donors' first tokens alone.",
+            "Donors: in the half of their turns that didn't choose them. The whole context moves "
+            "so much.",
+        )
+
     @property
     def what(self) -> str:
         """As it is shown: ``judged 'repeats response'``."""
@@ -519,25 +541,22 @@ class FollowUps(Grid):
             **{quantity: (part, "+.2f") for part, quantity in MOVED_PARTS.items()},
             BEYOND: ("beyond the first token", "+.2f"),
             RATIO: ("of the donors' difference", AS_SHARE),
+            HALF: ("p: from here on more than half", 2),
             EQUAL: ("equal donors", "+.2f"),
-            UNDER[HIGH]: ("under high", 2),
-            UNDER[LOW]: ("under low", 2),
+            **{UNDER[arm]: (f"under {arm}", 2) for arm in UNDER},
+            **{COVERED_UNDER[arm]: (f"covered, {arm}", 2) for arm in UNDER},
         }
+        legend, of_donors = self.legends
         return [
             *tables_of(
-                f"{self.measured} under parts of donors, T = {self.args.temperature:g}",
+                f"{self.measured} under {self.put} of donors, T = {self.temperature:g}",
                 found,
                 columns,
                 detectable=MOVED,
                 most=1.0,
                 index=("dataset", "term", *["layer"] * bool(found["layer"].notna().any())),
                 rows="recipients",
-                legend="Paired by recipient, intervals over recipients' and donors' queries; p: "
-                "Holm-corrected over lines, without the first "
-                "token. In role: the same of turns that stay in the user's role; once in role: of "
-                "the share among these. Of the donors' difference: 1 if the share travels with "
-                "what is put in. Beyond "
-                "the first token: minus the same difference under the donors' first tokens alone.",
+                legend=legend,
             ),
             *tables_of(
                 "what there is to move",
@@ -545,11 +564,11 @@ class FollowUps(Grid):
                 {
                     UNCHANGED: ("recipients, unchanged", 2),
                     DONORS: ("high minus low donors", "+.2f"),
+                    OWN_MASS: ("by their own openings", "+.2f"),
                 },
                 index=("dataset",),
                 rows="recipients",
-                legend="Donors: in the half of their turns that didn't choose them. The whole "
-                "context moves so much.",
+                legend=of_donors,
             ),
         ]
 

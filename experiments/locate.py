@@ -190,18 +190,6 @@ def cells_of(maps: Collection[str], layers: int, recurrent: bool = False) -> lis
     return found
 
 
-def query_table(each: BitsByCell) -> pd.DataFrame:
-    """Bits of whole sites by query: ``term``, ``temperature`` (missing: all sampled turns),
-    ``source``, ``bits`` and ``hits``."""
-    found = [pd.DataFrame()]
-    for t, cells in each.items():
-        for (term, _), one in cells.items():
-            if term in (OWN, *WHOLE_SITES):
-                table = {"source": one.queries, "bits": one.bits, "hits": one.hits, "term": term}
-                found.append(pd.DataFrame(table).assign(temperature=np.nan if t is None else t))
-    return pd.concat(found, ignore_index=True)
-
-
 # -- estimate --------------------------------------------------------------------------------------
 
 
@@ -330,7 +318,16 @@ class SiteBits(Bits):
         return [*estimates(self.each, self.options), *token_estimates(scored, self.options)]
 
     def data(self, rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
-        return {"rows": rows, "queries": query_table(self.each)}
+        """The scores; and by query the bits and hits of whole sites, without a temperature those of
+        all sampled turns."""
+        found = [pd.DataFrame()]
+        for t, cells in self.each.items():
+            for (term, _), one in cells.items():
+                if term in (OWN, *WHOLE_SITES):
+                    table = {"source": one.queries, "bits": one.bits, "hits": one.hits}
+                    table |= {"term": term, "temperature": np.nan if t is None else t}
+                    found.append(pd.DataFrame(table))
+        return {"rows": rows, "queries": pd.concat(found, ignore_index=True)}
 
     def tables(self, found: pd.DataFrame) -> list[Table]:
         found = without_repeats(found)
@@ -396,26 +393,24 @@ class SiteBits(Bits):
         return drawings(without_repeats(found), self.runs[0].model["name"])
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
-        said_at, model = partial(said_of, found), self.runs[0].model
+        lookup, model = Lookup(found), self.runs[0].model
         windows = strongest_windows(found, model["layers"], self.args.level)
         said = [
-            f"Sampled turns of {model['name']} tell {said_at(BITS, OWN)} of {CEILING:.2f} bits "
+            f"Sampled turns of {model['name']} tell {lookup(BITS, OWN)} of {CEILING:.2f} bits "
             f"about which of {CANDIDATES} responses they followed, greedy ones "
-            f"{said_at(BITS, OWN, 0.0)}.",
+            f"{lookup(BITS, OWN, 0.0)}.",
             f"{enough_alone(found)}{windows and f'; {windows}'}.",
         ]
         mapped = found.loc[found["term"].isin([ALL_LAYERS, *WRITTEN]), "temperature"].max()
         parts = {site: f"written: {site}" for site in (RESPONSE, HEADER, RESPONSE_AND_HEADER)}
         if found["term"].isin(parts.values()).any():
-            each = [f"{said_at(BITS, of, mapped)} ({site})" for site, of in parts.items()]
+            each = [f"{lookup(BITS, of, mapped)} ({site})" for site, of in parts.items()]
             said.append(
                 f"Turns that are written after hybrids tell {', '.join(each)} about the candidate."
             )
         if found["term"].isin(BLOCK_SITES).any():
-            kept = [
-                f"{said_at(BITS, site, mapped)} ({site.split(', ')[1]})" for site in BLOCK_SITES
-            ]
-            whole = said_at(BITS, ALL_LAYERS, mapped)
+            kept = [f"{lookup(BITS, site, mapped)} ({site.split(', ')[1]})" for site in BLOCK_SITES]
+            whole = lookup(BITS, ALL_LAYERS, mapped)
             said.append(
                 f"Of its {whole} bits, the response keeps {', '.join(kept)} if each of its tokens "
                 "sees only its own block."
@@ -423,7 +418,7 @@ class SiteBits(Bits):
         control = (
             "Each number compares a response with two others to the same query, whose states are "
             "put in the same way; keys and values of the query, whose tokens are the same in all "
-            f"contexts, are enough for {said_at(BITS, QUERY)}."
+            f"contexts, are enough for {lookup(BITS, QUERY)}."
         )
         return Conclusion(" ".join(said), control)
 
@@ -464,17 +459,17 @@ def without_repeats(found: pd.DataFrame) -> pd.DataFrame:
 def enough_alone(found: pd.DataFrame) -> str:
     """For how many of the bits of sampled turns each way is enough alone, and how many are lost
     without it."""
-    said_at, said = partial(said_of, found), []
+    lookup, said = Lookup(found), []
     for site, of in WAYS.items():
-        if (bits := said_at(BITS, site)) == "–":
+        if (bits := lookup(BITS, site)) == "–":
             continue
         little = only(all_datasets(found), ABOVE_TENTH, term=site, temperature=None)
         if len(little) and little["high"].item() < 0:
-            likeliest = f"own likeliest {said_at(HITS, site)}, {1 / CANDIDATES:.2f} by chance"
+            likeliest = f"own likeliest {lookup(HITS, site)}, {1 / CANDIDATES:.2f} by chance"
             words = f"{of} move likelihoods little ({bits} bits; {likeliest})"
         else:
-            words = f"{of} are enough for {bits} of these bits (share {said_at(SHARE, site)})"
-        lost = said_at(LEFT_OUT, site)
+            words = f"{of} are enough for {bits} of these bits (share {lookup(SHARE, site)})"
+        lost = lookup(LEFT_OUT, site)
         said.append(words + (f", and without them {lost} are lost" if lost != "–" else ""))
     text = "; ".join(said)
     return text[:1].upper() + text[1:]
@@ -494,25 +489,28 @@ def strongest_windows(found: pd.DataFrame, layers: int, level: float) -> str:
 
 def drawings(found: pd.DataFrame, model: str) -> dict[str, Drawing]:
     """What is expressed and carried, by site and by layer, from the estimates."""
-    bits = found[found["quantity"] == BITS]
+    bits = only(found, BITS)
     whole = bits[bits["term"].isin([OWN, *WHOLE_SITES]) & bits["layer"].isna()]
     made: dict[str, Drawing] = {"sites": Bars(f"{model} · expressed and carried", "bits", whole)}
     if len(mapped := bits[bits["term"].isin(MAP_SITES)]):
-        own = whole[(whole["term"] == OWN) & whole["temperature"].eq(mapped["temperature"].iloc[0])]
+        own = only(whole, BITS, term=OWN, temperature=mapped["temperature"].iloc[0])
         levels = {"expressed": float(own["value"].iloc[0]), "": 0.0}
-        across = "layer (of a window: its first)"
-        title = f"{model} · carried by layer"
-        made["layers"] = Lines(title, across, "bits", mapped, across="layer", levels=levels)
+        words = f"{model} · carried by layer", "layer (of a window: its first)", "bits", mapped
+        made["layers"] = Lines(*words, across="layer", levels=levels)
     if len(written := bits[bits["term"].isin(ALL_WRITTEN)]):
         made["written"] = Bars(f"{model} · turns written after hybrids", "bits", written)
     return made
 
 
-def said_of(found: pd.DataFrame, quantity: str, term: str, temperature: float | None = None) -> str:
-    """An estimate as text, at a temperature (None: of all sampled turns)."""
-    digits = AS_SHARE if quantity == SHARE else 2
-    at = {"term": term, "temperature": temperature}
-    return told(all_datasets(found), quantity, digits, **at) or "–"
+class Lookup:
+    """Estimates as text, by quantity, site and temperature (None: all sampled turns)."""
+
+    def __init__(self, found: pd.DataFrame) -> None:
+        self._found = all_datasets(found)
+
+    def __call__(self, quantity: str, term: str, temperature: float | None = None) -> str:
+        at = {"term": term, "temperature": temperature}
+        return told(self._found, quantity, AS_SHARE if quantity == SHARE else 2, **at) or "–"
 
 
 main = Locate.main

@@ -20,7 +20,7 @@ minutes on two cores).
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -51,7 +51,6 @@ from ia_mech.results import SHARE as AS_SHARE
 from ia_mech.results import Table
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
-from ia_mech.run.queries import Query
 from ia_mech.settings import MOST_FIRST
 
 TURNS = "turns"  # the arm
@@ -65,18 +64,6 @@ CARRIED, PROBABILITY = "adds to the follow-up mass", "mean probability"
 LENS = {SHARE: "mass by the lens", IN_ROLE: "in role by the lens", REST: "covered by the lens"}
 OF_COVERED = "mass by the lens, of what is covered"
 LISTED = 12  # first tokens that are shown
-
-
-def first_finished(queries: Sequence[Query], each: int = 1) -> pd.DataFrame:
-    """Rows of ``Query.contexts``: of each query those of its first finished responses.
-
-    Raises:
-        UserError: there is none.
-    """
-    rows = [one.contexts[one.complete].iloc[:each] for one in queries if any(one.complete)]
-    if not rows:
-        raise UserError("no response is finished", "sample with a larger --max-response-tokens")
-    return pd.concat(rows, ignore_index=True)
 
 
 def first_tokens(run: Run, judge: str) -> pd.DataFrame:
@@ -155,7 +142,10 @@ class Mass(Experiment):
 
     def arms(self) -> Mapping[str, Arm]:
         settings = {"temperatures": (self.args.temperature,), "first_tokens": self.args.share}
-        contexts = first_finished(self.queries, self.args.responses)
+        each, queries = self.args.responses, [one for one in self.queries if any(one.complete)]
+        if not queries:
+            raise UserError("no response is finished", "sample with a larger --max-response-tokens")
+        contexts = pd.concat([one.contexts[one.complete].iloc[:each] for one in queries])
         turns = 1 + self._first_tokens(contexts["context_id"])
         return {TURNS: Arm(conversations_of(contexts), settings, turns=turns)}
 

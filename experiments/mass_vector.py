@@ -234,17 +234,8 @@ class MassVector(Vectors):
     def _moved(self, one: Labelled, directions: tuple, doses: tuple) -> Moved:
         context, query = self.before(one), one.query
         labels = tuple(zip(one.follow_up.tolist(), one.in_role.tolist(), strict=True))
-        return Moved(
-            query.source,
-            query.dataset,
-            len(context.ids),
-            context,
-            directions,
-            doses,
-            tuple(one.tokens.tolist()),
-            labels,
-            self.args.temperature,
-        )
+        what = context, directions, doses, tuple(one.tokens.tolist()), labels
+        return Moved(query.source, query.dataset, len(context.ids), *what, self.args.temperature)
 
     def _greedy(self, term: str, run: Run) -> pd.DataFrame:
         """What the greedy turns of a run are, a row each."""

@@ -22,16 +22,13 @@ from experiments.control import (
     ARMS,
     CELL,
     COVERED,
-    COVERED_UNDER,
     DONORS,
     EQUAL,
+    HALF,
     HIGH,
     LOW,
     MOVED,
-    MOVED_PARTS,
-    RATIO,
-    UNCHANGED,
-    UNDER,
+    OWN_MASS,
     donors_of,
     estimates,
 )
@@ -39,17 +36,12 @@ from experiments.experiment import Conclusion, Model, Unit
 from experiments.grid import FollowUps, Grid
 from experiments.mass import SHARE
 from experiments.outcome import CHOOSING, HEADER_LAST, IN_ROLE, ONCE_IN_ROLE
-from experiments.shown import only, spans, tables_of
+from experiments.shown import only, spans
 from ia_mech.cli import shell_word
 from ia_mech.errors import UserError
 from ia_mech.estimates import Group, TidyEstimate, all_datasets, by_dataset, holm_corrected
-from ia_mech.results import SHARE as AS_SHARE
-from ia_mech.results import Table
 from ia_mech.run import Run, layout
 from ia_mech.stats import Estimate, dyadic_test
-
-OWN_MASS = "donors' own masses, high minus low"
-HALF = "p that more than half is moved from here on"
 
 
 @dataclass(frozen=True)
@@ -145,7 +137,7 @@ class MovedMass(FollowUps):
     mass."""
 
     flags: ClassVar[tuple[str, ...]] = ()
-    measured = "the follow-up mass"
+    measured, put = "the follow-up mass", "states"
 
     # -- chosen -----------------------------------------------------------------------------------
 
@@ -174,7 +166,6 @@ class MovedMass(FollowUps):
         """Choose recipients, and donors by their own masses."""
         Grid.read(self)
         run = self.of_masses
-        (self.temperature,) = run.settings["temperatures"]
         tokens = mass.first_tokens(run, self.gate.judge).dropna(subset=[SHARE])
         own, greedy = f"{mass.FIRST} {SHARE}", f"{mass.GREEDY} {SHARE}"
         every = mass.masses(tokens).dropna(subset=[own, greedy])
@@ -253,6 +244,11 @@ class MovedMass(FollowUps):
         return table.merge(about, on="source", validate="many_to_one")
 
     @property
+    def temperature(self) -> float:
+        (found,) = self.of_masses.settings["temperatures"]
+        return found
+
+    @property
     def depth(self) -> int:
         return self.runs[0].model["layers"]
 
@@ -278,51 +274,21 @@ class MovedMass(FollowUps):
 
     # -- shown ------------------------------------------------------------------------------------
 
-    def tables(self, found: pd.DataFrame) -> list[Table]:
-        columns: dict[str, tuple[str, int | str]] = {
-            MOVED: ("high minus low", "+.2f"),
-            RATIO: ("of the donors' difference", AS_SHARE),
-            HALF: ("p: from here on more than half", 2),
-            **{quantity: (part, "+.2f") for part, quantity in MOVED_PARTS.items()},
-            EQUAL: ("equal donors", "+.2f"),
-            UNDER[HIGH]: ("under high", 2),
-            UNDER[LOW]: ("under low", 2),
-            COVERED_UNDER[HIGH]: ("covered, high", 2),
-            COVERED_UNDER[LOW]: ("covered, low", 2),
-        }
-        return [
-            *tables_of(
-                f"{self.measured} under states of donors, T = {self.temperature:g}",
-                found,
-                columns,
-                detectable=MOVED,
-                most=1.0,
-                index=("dataset", "term", "layer"),
-                rows="recipients",
-                legend=f"{HEADER_LAST} after layer {self.depth}, the last one, is the donor's own "
-                "distribution by construction: the others are held against it. Paired by "
-                "recipient, intervals over recipients' and donors' queries; p: Holm-corrected "
-                "over the other lines. From here on more than half: the layers whose p is above "
-                f"{1 - self.args.level:.2g} are the confidence set. In role: the mass of first "
-                "tokens whose turn stays in the user's role; once in role: the follow-up mass as a "
-                "share of it. Covered: the probability of the recipient's openings, without which "
-                "a first token counts as none.",
-            ),
-            *tables_of(
-                "what there is to move",
-                found,
-                {
-                    UNCHANGED: ("recipients, unchanged", 2),
-                    DONORS: ("high minus low donors", "+.2f"),
-                    OWN_MASS: ("by their own openings", "+.2f"),
-                },
-                index=("dataset",),
-                rows="recipients",
-                legend="Donors: their own distributions on the recipient's openings. By their own "
-                "openings: their masses, by which they were chosen. What isn't in the former isn't "
-                "in the probabilities of first tokens, but in what these open.",
-            ),
-        ]
+    @property
+    def legends(self) -> tuple[str, str]:
+        return (
+            f"{HEADER_LAST} after layer {self.depth}, the last one, is the donor's own "
+            "distribution by construction: the others are held against it. Paired by recipient, "
+            "intervals over recipients' and donors' queries; p: Holm-corrected over the other "
+            "lines. From here on more than half: the layers whose p is above "
+            f"{1 - self.args.level:.2g} are the confidence set. In role: the mass of first tokens "
+            "whose turn stays in the user's role; once in role: the follow-up mass as a share of "
+            "it. Covered: the probability of the recipient's openings, without which a first "
+            "token counts as none.",
+            "Donors: their own distributions on the recipient's openings. By their own openings: "
+            "their masses, by which they were chosen. What isn't in the former isn't in the "
+            "probabilities of first tokens, but in what these open.",
+        )
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         level, whole = self.args.level, all_datasets(found)

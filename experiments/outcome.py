@@ -382,17 +382,14 @@ CHOOSING, SCORING = "choosing", "scoring"  # shares of turns with even and odd s
 RATE, SIBLINGS, EXCESS = "follow-ups", "follow-ups after siblings", "excess over siblings"
 
 
-def with_category(turns: pd.DataFrame, category: str) -> pd.Series:
-    """1 for turns of a category, 0 for others, NaN without a verdict."""
-    found = turns["category"].astype(object)
-    return (found == category).astype(float).where(found.isin(ASSESSED))
-
-
 def parts_of(turns: pd.DataFrame, category: str) -> pd.DataFrame:
     """Of turns, 1 or 0: whether they are of the category, stay in the user's role, and are of the
-    category once they do (NaN of turns out of role)."""
-    whole, told = with_category(turns, category), turns["category"].astype(object)
-    inside = (~told.isin(OUT_OF_ROLE)).astype(float).where(told.isin(ASSESSED))
+    category once they do (NaN of turns out of role). NaN without a verdict."""
+    told = turns["category"].astype(object)
+    whole, inside = (
+        is_so.astype(float).where(told.isin(ASSESSED))
+        for is_so in (told == category, ~told.isin(OUT_OF_ROLE))
+    )
     return pd.DataFrame({"share": whole, IN_ROLE: inside, ONCE_IN_ROLE: whole.where(inside.eq(1))})
 
 
@@ -405,7 +402,7 @@ def shares_of(turns: pd.DataFrame, category: str, temperature: float) -> pd.Data
     """
     keys = ["dataset", "source", "context_id", "unfinished"]
     rows = turns[[*keys, "temperature", "sample"]].astype(dict.fromkeys(keys[:3], object))
-    rows = rows.assign(value=with_category(turns, category))
+    rows = rows.assign(value=parts_of(turns, category)["share"])
     drawn = rows[rows["temperature"] == temperature]
     halves = {
         "greedy": rows[rows["temperature"] == 0],

@@ -19,7 +19,7 @@ for 100 contexts on a CPU.
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
@@ -65,10 +65,6 @@ LEFT = {  # medians, by the column of :func:`leaving_point`
 }
 TOKENS, MASS = "effective number of first tokens", "mass on openings"
 LENS, AHEAD = "log p by the lens", "greedy ahead for good"
-COLUMNS = {
-    **dict.fromkeys(("dataset", "term", "outcome", "decoy"), "str"),
-    **{"temperature": "float64", "layer": "Int64", "level": "float64", "events": "Int64"},
-}
 
 
 # -- where greedy leaves ---------------------------------------------------------------------------
@@ -113,7 +109,10 @@ def against_others(frame: pd.DataFrame, column: str) -> tuple[np.ndarray, np.nda
 class TemperatureSweep(Experiment):
     name = "temperature_sweep"
     judged, loads, mixed = True, False, True
-    columns = COLUMNS
+    columns: ClassVar = {
+        **dict.fromkeys(("dataset", "term", "outcome", "decoy"), "str"),
+        **{"temperature": "float64", "layer": "Int64", "level": "float64", "events": "Int64"},
+    }
 
     # -- read -------------------------------------------------------------------------------------
 
