@@ -394,9 +394,7 @@ class FollowUps(Grid):
         every = shares_of(turns, self.args.category, self.args.temperature).dropna()
         finished = every[~every["unfinished"].astype(bool)]
         self.contexts = finished[finished["greedy"] == 0].reset_index(drop=True)
-        chosen = self.contexts["source"].isin([query.source for query in self.queries])
-        recipients = self.contexts[chosen].drop_duplicates("source").index
-        self.donors = donors_of(self.contexts, recipients, self.args.seed)
+        self.donors = self.with_donors(self.contexts["greedy"] == 0)
         if len(self.donors) < 2:
             raise UserError(
                 f"{len(self.donors)} queries have a finished response whose greedy turn isn't "
@@ -413,6 +411,12 @@ class FollowUps(Grid):
             "queries have such a recipient with donors. The donors are of "
             f"{given.nunique()} queries; a conversation is one at most {most} times."
         )
+
+    def with_donors(self, eligible: pd.Series) -> pd.DataFrame:
+        """The donors of the first eligible context of each query."""
+        asked = self.contexts["source"].isin([query.source for query in self.queries])
+        recipients = self.contexts[asked & eligible].drop_duplicates("source").index
+        return donors_of(self.contexts, recipients, self.args.seed)
 
     @cached_property
     def rows_of_contexts(self) -> pd.DataFrame:

@@ -29,7 +29,6 @@ from experiments.control import (
     LOW,
     MOVED,
     OWN_MASS,
-    donors_of,
     estimates,
 )
 from experiments.experiment import Conclusion, Model, Unit
@@ -146,21 +145,20 @@ class MovedMass(FollowUps):
         """The run in which each first token is gone on from.
 
         Raises:
-            UserError: there is none, or its turns aren't judged.
+            UserError: there is none, or it isn't finished, of this model and judged.
         """
         first = self.runs[0].path.resolve()
         place = first.with_name(f"{first.name}-{mass.Mass.folder_name()}") / mass.TURNS / RUN
-        remedy = f"run ia-mech mass {shell_word(first)} before"
-        if not (place / layout.RUN).is_file():
-            raise UserError(
-                f"{place} isn't there: no first token of {first} is gone on from", remedy
-            )
-        run = Run.open(place)
-        if not run.complete or self.gate.judge not in run.labels.judges:
-            raise UserError(f"{place} isn't finished, or not judged by {self.gate.judge!r}", remedy)
-        if run.model["weights_hash"] != self.runs[0].model["weights_hash"]:
-            raise UserError(f"{place} is of another model than {first}", remedy)
-        return run
+        if (place / layout.RUN).is_file():
+            run = Run.open(place)
+            alike = run.model["weights_hash"] == self.runs[0].model["weights_hash"]
+            if alike and run.complete and self.gate.judge in run.labels.judges:
+                return run
+        raise UserError(
+            f"{place} doesn't hold all first tokens of {first}, by the same model, judged by "
+            f"{self.gate.judge!r}",
+            f"run ia-mech mass {shell_word(first)} before",
+        )
 
     def read(self) -> None:
         """Choose recipients, and donors by their own masses."""
@@ -171,9 +169,7 @@ class MovedMass(FollowUps):
         every = mass.masses(tokens).dropna(subset=[own, greedy])
         self.contexts = every.assign(**{CHOOSING: every[own]}).reset_index(drop=True)
         self.openings = dict(list(tokens.groupby("context_id", sort=False)))
-        chosen = self.contexts["source"].isin([query.source for query in self.queries])
-        recipients = self.contexts.index[chosen & (self.contexts[greedy] == 0)]
-        self.donors = donors_of(self.contexts, list(recipients), self.args.seed)
+        self.donors = self.with_donors(self.contexts[greedy] == 0)
         if len(self.donors) < 2:
             raise UserError(
                 f"{len(self.donors)} queries have a greedy turn that is no follow-up, and donors "
@@ -239,8 +235,7 @@ class MovedMass(FollowUps):
             about[f"mass {arm}"] = of[CHOOSING].to_numpy()[donors[arm]]
             about[f"query {arm}"] = of["source"].to_numpy()[donors[arm]]
             about[f"donor {arm}"] = of["context_id"].to_numpy()[donors[arm]]
-        own = own.rename(columns={arm: f"own {arm}" for arm in ARMS})
-        about = about.merge(own[["source", *(f"own {arm}" for arm in ARMS)]], on="source")
+        about = about.join(own.set_index("source")[list(ARMS)].add_prefix("own "), on="source")
         return table.merge(about, on="source", validate="many_to_one")
 
     @property
