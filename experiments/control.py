@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,7 +56,6 @@ class QueryValues:
             all together.
         baseline: what it is tested against: by source, what is subtracted; None for a plain mean.
         null: a number that a plain mean is tested against.
-        proportion: values are shares of events, for the interval of a plain mean.
         least, most: the bounds of the value.
     """
 
@@ -64,7 +64,6 @@ class QueryValues:
     names: dict[str, Any]
     baseline: pd.Series | None = None
     null: float | None = None
-    proportion: bool = False
     least: float = -np.inf
     most: float = np.inf
 
@@ -86,7 +85,7 @@ def estimate_means(each: Iterable[QueryValues], options: dict[str, Any]) -> Iter
                 pair = values, sources, one.baseline, one.baseline.index
                 row = paired_row(group, one.quantity, *pair)
             else:
-                row = group.mean(one.quantity, values, proportion=one.proportion)
+                row = group.mean(one.quantity, values)
             if one.null is not None:
                 # Rounded: sums of thirds that miss 0 by 1e-17 would count as signs.
                 more = (values - one.null).round(9)
@@ -148,11 +147,8 @@ def estimate_best(
     options: Mapping[str, Any],
 ) -> Estimate:
     """:func:`best_elsewhere` with its interval; the bootstrap repeats the choice."""
-
-    def statistic(counts: np.ndarray) -> np.ndarray:
-        return best_elsewhere(ranked, reported, part, counts)
-
-    return cluster_bootstrap(statistic, list(sources), **options)[0]
+    of_counts = partial(best_elsewhere, ranked, reported, part)
+    return cluster_bootstrap(of_counts, list(sources), **options)[0]
 
 
 # -- donors ----------------------------------------------------------------------------------------

@@ -205,18 +205,10 @@ class MovedMass(FollowUps):
                 states.append(np.stack([one.numpy() for one in each], axis=1))
             openings = self.openings[recipient["context_id"]]
             labels = list(openings[[SHARE, IN_ROLE]].itertuples(index=False, name=None))
-            yield MassUnder(
-                self.contexts["source"][one["recipient"]],
-                recipient["dataset"],
-                begin + (2 + len(ARMS)) * len(cells) * (len(ids) - begin),
-                ids,
-                len(ids) - begin,
-                places,
-                states,
-                openings["token"].tolist(),
-                labels,
-                self.temperature,
-            )
+            query, tail = self.contexts["source"][one["recipient"]], len(ids) - begin
+            computed = begin + (2 + len(ARMS)) * len(cells) * tail
+            what = ids, tail, places, states, openings["token"].tolist(), labels
+            yield MassUnder(query, recipient["dataset"], computed, *what, self.temperature)
 
     def rows(self) -> pd.DataFrame:
         """A row per recipient and cell, as :func:`experiments.control.estimates` takes them.
