@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import ArrayLike
 
 from experiments.outcome import CHOOSING, IN_ROLE, ONCE_IN_ROLE
 from ia_mech.estimates import Group, TidyEstimate, by_dataset, paired_row
@@ -32,8 +34,13 @@ MOVED_PARTS = {part: f"{MOVED}, {part}" for part in (IN_ROLE, ONCE_IN_ROLE)}
 BEYOND = "high minus low donor, beyond the first token"
 DONORS, UNCHANGED = "donors' own difference, held out", "share, unchanged"
 UNDER = {HIGH: "share under the high donor", LOW: "share under the low donor"}
+COVERED = "probability of the openings"  # of the recipient, under a donor
+COVERED_UNDER = {arm: f"{COVERED} under the {arm} donor" for arm in (HIGH, LOW)}
+OWN_MASS = "donors' own masses, high minus low"
+HALF = "p that more than half is moved from here on"
 FIRST = "first token alone"  # the last token's state after the last layer, which nothing else reads
 CELL = ["term", "layer"]
+EPSILON = 1e-9  # a sum below which nothing is divided by it
 
 # -- paired by query -------------------------------------------------------------------------------
 
@@ -49,7 +56,6 @@ class QueryValues:
             all together.
         baseline: what it is tested against: by source, what is subtracted; None for a plain mean.
         null: a number that a plain mean is tested against.
-        proportion: values are shares of events, for the interval of a plain mean.
         least, most: the bounds of the value.
     """
 
@@ -58,7 +64,6 @@ class QueryValues:
     names: dict[str, Any]
     baseline: pd.Series | None = None
     null: float | None = None
-    proportion: bool = False
     least: float = -np.inf
     most: float = np.inf
 
@@ -80,13 +85,27 @@ def estimate_means(each: Iterable[QueryValues], options: dict[str, Any]) -> Iter
                 pair = values, sources, one.baseline, one.baseline.index
                 row = paired_row(group, one.quantity, *pair)
             else:
-                row = group.mean(one.quantity, values, proportion=one.proportion)
+                row = group.mean(one.quantity, values)
             if one.null is not None:
                 # Rounded: sums of thirds that miss 0 by 1e-17 would count as signs.
                 more = (values - one.null).round(9)
                 test = paired_row(group, one.quantity, more, sources, 0 * more, sources)
                 row = replace(row, p=test.p, test=test.test)
             yield replace(row, estimate=row.estimate.clip(one.least, one.most))
+
+
+def ratio(
+    values: ArrayLike, whole: ArrayLike, sources: Iterable[Any], options: Mapping[str, Any]
+) -> Estimate:
+    """The mean of ``[rows]`` values by that of others, with a bootstrap interval over sources."""
+    values, whole = np.asarray(values, float), np.asarray(whole, float)
+
+    def of(counts: np.ndarray) -> np.ndarray:
+        below = counts @ whole
+        return (counts @ values) / np.where(np.abs(below) > EPSILON, below, np.nan)
+
+    (estimate,) = cluster_bootstrap(of, list(sources), **options)
+    return estimate
 
 
 def halves_of(queries: Iterable[str], seed: int) -> dict[str, int]:
@@ -128,11 +147,8 @@ def estimate_best(
     options: Mapping[str, Any],
 ) -> Estimate:
     """:func:`best_elsewhere` with its interval; the bootstrap repeats the choice."""
-
-    def statistic(counts: np.ndarray) -> np.ndarray:
-        return best_elsewhere(ranked, reported, part, counts)
-
-    return cluster_bootstrap(statistic, list(sources), **options)[0]
+    of_counts = partial(best_elsewhere, ranked, reported, part)
+    return cluster_bootstrap(of_counts, list(sources), **options)[0]
 
 
 # -- donors ----------------------------------------------------------------------------------------
@@ -205,10 +221,12 @@ def estimates(rows: pd.DataFrame, options: dict[str, Any]) -> Iterator[TidyEstim
         for (term, layer), cell in rows[here].groupby(CELL, sort=False):
             sources = cell["source"].to_numpy()
             own = Group(sources, options, group.names | {"term": term, "layer": layer})
-            for arm, quantity in UNDER.items():
+            for arm in UNDER:
                 pair = cell["source"], cell[f"query {arm}"]
-                share = dyadic_mean(cell[arm], *pair, ends=(0, 1), level=level)
-                yield own.row(quantity, share, len(cell))
+                for name, words in ((arm, UNDER), (f"{COVERED} {arm}", COVERED_UNDER)):
+                    if name in cell:
+                        share = dyadic_mean(cell[name], *pair, ends=(0, 1), level=level)
+                        yield own.row(words[arm], share, len(cell))
             for quantity, a, b in ((MOVED, HIGH, LOW), (EQUAL, EQUAL_A, EQUAL_B)):
                 queries = cell[["source", f"query {a}", f"query {b}"]]
                 yield row(own, quantity, cell[a] - cell[b], queries)

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 
-from experiments.experiment import Model, Unit
-from ia_mech.run import labels
+from experiments.arms import Arm, conversations_of
+from experiments.experiment import Experiment, Model, Unit
+from ia_mech.run import Run, labels
 from ia_mech.run.queries import Query
-from ia_mech.steering import TURN, SteeringVector
+from ia_mech.steering import ADD, TURN, SteeringVector
 
 if TYPE_CHECKING:  # these load torch
     from torch import Tensor
 
-    from ia_mech.engine.score import Turn
+    from ia_mech.engine.score import Scored, Turn
 
 BATCH, RATE = 12, 0.1  # contexts of a step of Adam, most change of a unit vector
 LEAST_DOSE, MOST_DOSE = 2.0**-8, 2.0**4  # between which a KL is sought, in norms of the state
 KEY = ["run", *labels.KEY]  # of a turn
 FILE = "vector.safetensors"
+DOSE = 0.5  # length of a vector that is learned, in norms of the state that it is added to
+UNSTEERED = "unsteered"
 ROUNDS, KL_TOLERANCE = 14, 0.1  # of the search; how near the KL has to come, relatively
 
 
@@ -173,6 +176,51 @@ def _learn(model: Model, unit: Learning) -> np.ndarray:
     return along.detach().numpy()
 
 
+class Vectors(Experiment):
+    """An experiment that learns vectors, and writes greedy turns under them.
+
+    Attributes:
+        positions: where vectors are added.
+    """
+
+    positions: tuple[str, ...]
+
+    def vector(self, layer: int, direction: Iterable[float], dose: float = DOSE) -> SteeringVector:
+        """A direction as what is added after a layer."""
+        import torch
+
+        model, along = self.runs[0].model, torch.tensor([*direction], dtype=torch.float32)
+        what = ADD, layer, self.positions, along, dose
+        return SteeringVector(*what, model["name"], model["weights_hash"])
+
+    def steered(self, query: Query, k: int, layer: int, turn: Sequence[int]) -> SteeredContext:
+        """A query's context with a turn, steered after a layer."""
+        anything = self.vector(layer, np.ones(self.runs[0].model["d_model"]))
+        return steered_context(query, k, anything, (turn,))
+
+    def check_layer(self, layer: int) -> None:
+        """Refuse a layer or positions that the model lacks."""
+        model, names = self.runs[0].model, list(self.runs[0].contexts["positions"].iloc[0])
+        width = model["d_model"]
+        self.vector(layer, np.ones(width)).check(model["layers"], width, names)
+
+    def learning(self, half: int, term: str, contexts: Sequence[SteeredContext]) -> Learning:
+        """A vector that is learned from these contexts of a half of the queries."""
+        tokens = sum(len(ids) for ids in {one.ids[: one.start] for one in contexts})
+        batch = min(BATCH, len(contexts)) * sum(one.scored for one in contexts) // len(contexts)
+        name = f"half {half + 1}", "", tokens + (self.args.steps + 1) * batch
+        how = DOSE, self.args.steps, self.args.seed
+        return Learning(*name, half, term, tuple(contexts), *how)
+
+    def write_under(self, vector: SteeringVector, name: str, contexts: pd.DataFrame) -> Run:
+        """The greedy turns after contexts under a vector, which is kept beside them."""
+        folder = self.place(name)
+        folder.mkdir(parents=True, exist_ok=True)
+        vector.save(folder / FILE)
+        settings = {"temperatures": (), "intervention": folder / FILE}
+        return self.sample(name, Arm(conversations_of(contexts), settings))
+
+
 # -- doses of one KL -------------------------------------------------------------------------------
 
 
@@ -220,6 +268,21 @@ class Steered(Unit):
         return pd.concat(found, ignore_index=True)
 
 
+def scored_under(
+    model: Model,
+    context: SteeredContext,
+    directions: Sequence[Sequence[float]],
+    doses: Sequence[float],
+) -> list[Scored]:
+    """A context's turns, scored without a vector, then under each direction."""
+    import torch
+
+    turns = context.steered_turns(0, None, 0.0)
+    for direction, dose in zip(directions, doses, strict=True):
+        turns += context.steered_turns(0, torch.tensor(direction), dose)
+    return model.score([context.ids[: context.start]], turns)
+
+
 def effects(
     model: Model,
     context: SteeredContext,
@@ -228,12 +291,7 @@ def effects(
 ) -> tuple[np.ndarray, np.ndarray]:
     """What directions change in a context, in nats: ``[directions, turns]`` log-probabilities of
     the turns, and ``[directions]`` KLs of the first token's distribution from the unsteered one."""
-    import torch
-
-    turns = context.steered_turns(0, None, 0.0)
-    for direction, dose in zip(directions, doses, strict=True):
-        turns += context.steered_turns(0, torch.tensor(direction), dose)
-    scores = model.score([context.ids[: context.start]], turns)
+    scores = scored_under(model, context, directions, doses)
     header, count = len(context.ids) - context.start, len(context.turns)
     sums = [one.logprobs_raw[header:].sum(dtype=np.float64) for one in scores]
     plain, *moved = np.reshape(sums, (-1, count))

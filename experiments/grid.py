@@ -27,13 +27,15 @@ from experiments.change import OWN, RESPONSES, Cell, Change, Given, Replaced, Sp
 from experiments.control import (
     ARMS,
     BEYOND,
+    COVERED_UNDER,
     DONORS,
     EQUAL,
     FIRST,
+    HALF,
     HIGH,
-    LOW,
     MOVED,
     MOVED_PARTS,
+    OWN_MASS,
     RATIO,
     UNCHANGED,
     UNDER,
@@ -41,6 +43,7 @@ from experiments.control import (
     donors_of,
     estimate_means,
     estimates,
+    ratio,
 )
 from experiments.experiment import Conclusion, Experiment, Model, Unit, flag
 from experiments.outcome import (
@@ -55,7 +58,7 @@ from experiments.outcome import (
     siblings_of,
     with_own_scores,
 )
-from experiments.shown import Bars, Drawing, Lines, only, tables_of
+from experiments.shown import Bars, Drawing, Lines, only, tables_of, told
 from ia_mech.cli import above_zero, whole_from
 from ia_mech.data.conversations import Conversation
 from ia_mech.errors import UserError
@@ -64,7 +67,7 @@ from ia_mech.judge.rubric import ASSESSED, FOLLOW_UP, heading
 from ia_mech.likelihood.carried import CANDIDATES, CEILING, QueryBits
 from ia_mech.results import SHARE as AS_SHARE
 from ia_mech.results import Table, cell_of
-from ia_mech.stats import cluster_bootstrap, cluster_mean
+from ia_mech.stats import cluster_mean
 
 if TYPE_CHECKING:  # these load torch
     from torch import Tensor
@@ -175,12 +178,8 @@ def share_of(
     group = Group(np.array(found.queries), options, {"dataset": ALL} | names)
     expressed = expressed.only(found.queries)
     if cluster_mean(expressed.bits, expressed.queries).low > 0:
-
-        def ratio(counts: np.ndarray) -> np.ndarray:
-            return (counts @ found.bits) / (counts @ expressed.bits)
-
-        (estimate,) = cluster_bootstrap(ratio, found.queries, **options)
-        yield group.row(SHARE, estimate, len(found.bits))
+        share = ratio(found.bits, expressed.bits, found.queries, options)
+        yield group.row(SHARE, share, len(found.bits))
     yield group.mean(ABOVE_TENTH, found.bits - EQUIVALENT * expressed.bits)
 
 
@@ -259,7 +258,7 @@ class Bits(Grid):
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         t = found["temperature"].max()
         at, what = found[found["temperature"] == t], "greedy" if t == 0 else f"T = {t:g}"
-        bits, own = only(at, BITS), only(at, BITS, term=OWN)
+        bits = only(at, BITS)
         cells = bits[~bits["term"].isin([OWN, FIRST])]
         said = []
         for _, row in cells[cells["low"] > 0].iterrows():
@@ -269,13 +268,13 @@ class Bits(Grid):
             carried = f"{len(said)} of {len(cells)} cells carry some of them: {'; '.join(said)}"
         else:
             carried = f"no cell is shown to carry any of them ({len(cells)} cells)"
-        first = only(at, BITS, term=FIRST)
+        first = told(at, BITS, term=FIRST)
         return Conclusion(
-            f"Turns ({what}) tell {cell_of(own.iloc[0], 2)} of {CEILING:.2f} bits about which of "
+            f"Turns ({what}) tell {told(at, BITS, term=OWN)} of {CEILING:.2f} bits about which of "
             f"{CANDIDATES} responses they followed; {carried}.",
             "Each number compares a response with two others to the same query, whose states are "
             "put in the same way; a hybrid of everything equals its donor."
-            + (f" The first token alone: {cell_of(first.iloc[0], 2)}." if len(first) else ""),
+            + (f" The first token alone: {first}." if first else ""),
         )
 
 
@@ -347,6 +346,26 @@ class FollowUps(Grid):
     siblings, judged = False, True
     flags: ClassVar[tuple[str, ...]] = ("category", "samples", "temperature")
 
+    put = "parts"  # of donors
+
+    @property
+    def temperature(self) -> float:
+        """Of the turns, or of their first token."""
+        return self.args.temperature
+
+    @property
+    def legends(self) -> tuple[str, str]:
+        """Of the tables of what moves, and of what there is to move."""
+        return (
+            "Paired by recipient, intervals over recipients' and donors' queries; p: "
+            "Holm-corrected over lines, without the first token. In role: the same of turns that "
+            "stay in the user's role; once in role: of the share among these. Of the donors' "
+            "difference: 1 if the share travels with what is put in. Beyond the first token: minus "
+            "the same difference under the donors' first tokens alone.",
+            "Donors: in the half of their turns that didn't choose them. The whole context moves "
+            "so much.",
+        )
+
     @property
     def what(self) -> str:
         """As it is shown: ``judged 'repeats response'``."""
@@ -375,9 +394,7 @@ class FollowUps(Grid):
         every = shares_of(turns, self.args.category, self.args.temperature).dropna()
         finished = every[~every["unfinished"].astype(bool)]
         self.contexts = finished[finished["greedy"] == 0].reset_index(drop=True)
-        chosen = self.contexts["source"].isin([query.source for query in self.queries])
-        recipients = self.contexts[chosen].drop_duplicates("source").index
-        self.donors = donors_of(self.contexts, recipients, self.args.seed)
+        self.donors = self.with_donors(self.contexts["greedy"] == 0)
         if len(self.donors) < 2:
             raise UserError(
                 f"{len(self.donors)} queries have a finished response whose greedy turn isn't "
@@ -394,6 +411,12 @@ class FollowUps(Grid):
             "queries have such a recipient with donors. The donors are of "
             f"{given.nunique()} queries; a conversation is one at most {most} times."
         )
+
+    def with_donors(self, eligible: pd.Series) -> pd.DataFrame:
+        """The donors of the first eligible context of each query."""
+        asked = self.contexts["source"].isin([query.source for query in self.queries])
+        recipients = self.contexts[asked & eligible].drop_duplicates("source").index
+        return donors_of(self.contexts, recipients, self.args.seed)
 
     @cached_property
     def rows_of_contexts(self) -> pd.DataFrame:
@@ -522,25 +545,22 @@ class FollowUps(Grid):
             **{quantity: (part, "+.2f") for part, quantity in MOVED_PARTS.items()},
             BEYOND: ("beyond the first token", "+.2f"),
             RATIO: ("of the donors' difference", AS_SHARE),
+            HALF: ("p: from here on more than half", 2),
             EQUAL: ("equal donors", "+.2f"),
-            UNDER[HIGH]: ("under high", 2),
-            UNDER[LOW]: ("under low", 2),
+            **{UNDER[arm]: (f"under {arm}", 2) for arm in UNDER},
+            **{COVERED_UNDER[arm]: (f"covered, {arm}", 2) for arm in UNDER},
         }
+        legend, of_donors = self.legends
         return [
             *tables_of(
-                f"{self.measured} under parts of donors, T = {self.args.temperature:g}",
+                f"{self.measured} under {self.put} of donors, T = {self.temperature:g}",
                 found,
                 columns,
                 detectable=MOVED,
                 most=1.0,
                 index=("dataset", "term", *["layer"] * bool(found["layer"].notna().any())),
                 rows="recipients",
-                legend="Paired by recipient, intervals over recipients' and donors' queries; p: "
-                "Holm-corrected over lines, without the first "
-                "token. In role: the same of turns that stay in the user's role; once in role: of "
-                "the share among these. Of the donors' difference: 1 if the share travels with "
-                "what is put in. Beyond "
-                "the first token: minus the same difference under the donors' first tokens alone.",
+                legend=legend,
             ),
             *tables_of(
                 "what there is to move",
@@ -548,11 +568,11 @@ class FollowUps(Grid):
                 {
                     UNCHANGED: ("recipients, unchanged", 2),
                     DONORS: ("high minus low donors", "+.2f"),
+                    OWN_MASS: ("by their own openings", "+.2f"),
                 },
                 index=("dataset",),
                 rows="recipients",
-                legend="Donors: in the half of their turns that didn't choose them. The whole "
-                "context moves so much.",
+                legend=of_donors,
             ),
         ]
 
@@ -564,7 +584,7 @@ class FollowUps(Grid):
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         level, whole = self.args.level, all_datasets(found)
         moved, equal = only(whole, MOVED), only(whole, EQUAL)
-        first, moved = moved[moved["term"] == FIRST], moved[moved["term"] != FIRST]
+        moved = moved[moved["term"] != FIRST]
         shown = moved[moved["p_holm"] <= 1 - level]
         apart = self.tested("the donors' own shares differ by", only(whole, DONORS), most=1)
         thing = "state" if moved["layer"].notna().all() else "site"
@@ -576,14 +596,12 @@ class FollowUps(Grid):
             }
             said = []
             for _, row in shown.iterrows():
-                of_state = pd.notna(row["layer"])
-                at = f" after layer {row['layer']}" if of_state else ""
+                layer = row["layer"] if pd.notna(row["layer"]) else None
+                at = f" after layer {layer}" if layer is not None else ""
                 said.append(f"{row['term']}{at} {cell_of(row, '+.2f')}")
                 for words, (quantity, digits) in parts.items():
-                    cells = only(whole, quantity, term=row["term"])
-                    cells = cells[cells["layer"] == row["layer"]] if of_state else cells
-                    if len(cells):
-                        said[-1] += words.format(cell_of(cells.iloc[0], digits))
+                    number = told(whole, quantity, digits, term=row["term"], layer=layer)
+                    said[-1] += words.format(number) if number else ""
             sentence = f"A {thing} moves {self.measured} at {len(said)} of {len(moved)} cells: "
             sentence += f"{'; '.join(said)}. {apart}"
         else:
@@ -594,16 +612,17 @@ class FollowUps(Grid):
             cells = f"{len(moved)} cell{'s' * (len(moved) > 1)}"
             sentence = f"No {thing} is shown to move {self.measured} ({cells})"
             sentence += f"{could and '; '}{could}. {apart}"
-        false = int((equal["p_holm"] <= 1 - level).sum())
-        control = (
-            f"Two donors of equal share differ at {false} of {len(equal)} cells (largest "
-            f"{equal['value'].abs().max():.2f}). "
-        )
+        control = f"{self.said_of_equal('share', equal)} "
         if thing == "state":
             control += f"The recipient's own states change no bit in any of {self._own} cells. "
         else:
             control += f"Of {self._own} pairs a hybrid of everything equals the donor. "
-        if len(first):
-            alone = cell_of(first.iloc[0], "+.2f")
+        if alone := told(whole, MOVED, "+.2f", term=FIRST):
             control += f"Under the donors' first tokens alone the share differs by {alone}. "
         return Conclusion(sentence, f"{control}{self.gate.short}.")
+
+    def said_of_equal(self, what: str, equal: pd.DataFrame) -> str:
+        """At how many cells donors of equal share or mass are shown to differ."""
+        false = int((equal["p_holm"] <= 1 - self.args.level).sum())
+        largest = f" (largest {equal['value'].abs().max():.2f})" * bool(len(equal))
+        return f"Two donors of equal {what} differ at {false} of {len(equal)} cells{largest}."

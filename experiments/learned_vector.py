@@ -31,11 +31,9 @@ from typing import Any, ClassVar
 import numpy as np
 import pandas as pd
 
-from experiments.arms import Arm, conversations_of
-from experiments.change import Ids
 from experiments.control import centred_states, random_directions
 from experiments.experiment import Conclusion, Experiment, flag
-from experiments.fit import BATCH, FILE, KEY, Learning, SteeredContext, steered_context
+from experiments.fit import BATCH, KEY, UNSTEERED, Learning, SteeredContext, Vectors
 from experiments.judged import Arms
 from experiments.outcome import EXCESS
 from experiments.shown import Drawing, Lines, only
@@ -45,13 +43,11 @@ from ia_mech.estimates import ALL, TidyEstimate, all_datasets, by_quantity
 from ia_mech.results import Table
 from ia_mech.run import Run
 from ia_mech.run.queries import Query
-from ia_mech.steering import ADD, TURN, SteeringVector
+from ia_mech.steering import TURN
 
-UNSTEERED = "unsteered"
 OWN, SIBLING, OTHER, RANDOM = "own", "siblings", "other queries", "random"  # what vectors are of
 LEARNED = OWN, SIBLING, OTHER
 CHOSEN = "chosen layer"
-DOSE = 0.5  # length of a vector, in norms of the state that it is added to
 TOKENS = 48  # of a turn that count
 UNIT = -1  # of the layer, where nothing is steered
 
@@ -64,7 +60,7 @@ def parts_of(queries: Sequence[Query], seed: int) -> dict[str, int]:
     return {queries[i].source: 2 * (n % 2) + n // 2 % 2 for n, i in enumerate(order)}
 
 
-class LearnedVector(Arms):
+class LearnedVector(Vectors, Arms):
     name = "learned_vector"
     siblings = True
     queries_used = 60
@@ -98,14 +94,14 @@ class LearnedVector(Arms):
     def read(self) -> None:
         """Find layers, positions, parts (two to a half), and the turns to learn from."""
         first, args = self.runs[0], self.args
-        depth, names = first.model["layers"], list(first.contexts["positions"].iloc[0])
+        depth = first.model["layers"]
         eighths = {round(depth * eighth / 8) for eighth in range(1, 8)} - {0, depth}
         self.layers = sorted(set(args.layers or eighths))
+        names = first.contexts["positions"].iloc[0]
         header = [name for name in names if name.startswith("header_")]
         self.positions = tuple(args.positions or header)
         for layer in self.layers:
-            anything = self.vector(layer, np.ones(first.model["d_model"]))
-            anything.check(depth, first.model["d_model"], names)
+            self.check_layer(layer)
         if (count := len(self.queries)) < 4:
             few = f"{count} queries have several responses: they are dealt to four parts"
             raise UserError(few, "sample more queries")
@@ -123,14 +119,6 @@ class LearnedVector(Arms):
         """The halves that learn; each is measured under what the other has learned."""
         return (0,) if self.args.quick else (0, 1)
 
-    def vector(self, layer: int, direction: np.ndarray) -> SteeringVector:
-        """A direction as what is added after a layer."""
-        import torch
-
-        model, along = self.runs[0].model, torch.tensor(direction, dtype=torch.float32)
-        what = ADD, layer, self.positions, along, DOSE
-        return SteeringVector(*what, model["name"], model["weights_hash"])
-
     def _examples(self, half: int, follow_ups: set[tuple]) -> dict[str, list[SteeredContext]]:
         """The follow-ups of a half, as many of each query as can be: after the response that
         each followed, after a sibling that is finished like it, and after a response to another
@@ -139,6 +127,7 @@ class LearnedVector(Arms):
         rng = np.random.default_rng([self.args.seed, 4, half])
         mine = [query for query in self.queries if self.part[query.source] // 2 == half]
         found: list[tuple[int, dict[str, SteeredContext]]] = []  # how many of its query came before
+        at = self.layers[0]
         for query in mine:
             foreign = [one for one in mine if one is not query]
             foreign = [one for one in foreign if one.dataset == query.dataset] or foreign
@@ -153,9 +142,9 @@ class LearnedVector(Arms):
                     alike = np.flatnonzero(np.array(other.complete) == complete)
                     those = alike if len(alike) else np.arange(len(other.contexts))
                     pairs = {
-                        OWN: self._steered(query, k, ids),
-                        SIBLING: self._steered(query, int(rng.choice(others)), ids),
-                        OTHER: self._steered(other, int(rng.choice(those)), ids),
+                        OWN: self.steered(query, k, at, ids),
+                        SIBLING: self.steered(query, int(rng.choice(others)), at, ids),
+                        OTHER: self.steered(other, int(rng.choice(those)), at, ids),
                     }
                     found.append((len(found) - before, pairs))
         if not found:
@@ -167,25 +156,16 @@ class LearnedVector(Arms):
         kept = [pairs for _, pairs in found[: self.args.turns]]
         return {term: [pairs[term] for pairs in kept] for term in LEARNED}
 
-    def _steered(self, query: Query, k: int, turn: Ids) -> SteeredContext:
-        vector = self.vector(self.layers[0], np.ones(self.runs[0].model["d_model"]))
-        return steered_context(query, k, vector, (turn,))
-
     # -- measure ----------------------------------------------------------------------------------
 
     def units(self) -> list[Learning]:
         """All vectors that are learned."""
-        found = []
-        for half, those in zip(self.learners, self.examples, strict=True):
-            for layer in self.layers:
-                for term, contexts in those.items():
-                    at = tuple(replace(one, layer=layer) for one in contexts)
-                    tokens = sum(len(ids) for ids in {one.ids[: one.start] for one in at})
-                    batch = min(BATCH, len(at)) * sum(one.scored for one in at) // len(at)
-                    name = f"half {half + 1}", "", tokens + (self.args.steps + 1) * batch
-                    how = DOSE, self.args.steps, self.args.seed
-                    found.append(Learning(*name, half, term, at, *how))
-        return found
+        return [
+            self.learning(half, term, [replace(one, layer=layer) for one in contexts])
+            for half, those in zip(self.learners, self.examples, strict=True)
+            for layer in self.layers
+            for term, contexts in those.items()
+        ]
 
     def plan(self) -> dict[str, str]:
         contexts = sum(len(one.contexts) for half in self.learners for one in self.measured(half))
@@ -208,7 +188,8 @@ class LearnedVector(Arms):
         learned = self.measure_units(self.units(), "learning vectors")
         for half, layer, term, direction in self._with_random(learned):
             name = f"layer {layer} {term} {half + 1}"
-            run = self._write_under(self.vector(layer, direction), name, half)
+            contexts = pd.concat([one.contexts for one in self.measured(half)], ignore_index=True)
+            run = self.write_under(self.vector(layer, direction), name, contexts)
             yield {"layer": layer, "term": term}, [run]
 
     def rows(self) -> pd.DataFrame:
@@ -226,15 +207,6 @@ class LearnedVector(Arms):
                 states = centred_states(self.runs, one.layer, self.positions)
                 (drawn,) = random_directions(states, direction, 1, self.args.seed + one.half)
                 yield one.half, one.layer, RANDOM, drawn
-
-    def _write_under(self, vector: SteeringVector, name: str, learner: int) -> Run:
-        """The turns of the other half under a vector, which is kept beside them."""
-        folder = self.place(name)
-        folder.mkdir(parents=True, exist_ok=True)
-        vector.save(folder / FILE)
-        contexts = pd.concat([one.contexts for one in self.measured(learner)], ignore_index=True)
-        settings = {"temperatures": (), "intervention": folder / FILE}
-        return self.sample(name, Arm(conversations_of(contexts), settings))
 
     # -- estimate ---------------------------------------------------------------------------------
 

@@ -97,12 +97,12 @@ from experiments.outcome import (
     query_bits_of,
     with_own_scores,
 )
-from experiments.shown import Bars, Drawing, Lines, tables_of
+from experiments.shown import Bars, Drawing, Lines, only, spans, tables_of, told
 from ia_mech.errors import UserError
 from ia_mech.estimates import ALL, TidyEstimate, all_datasets, holm_corrected
 from ia_mech.likelihood.carried import CANDIDATES, CEILING, QueryBits
 from ia_mech.results import SHARE as AS_SHARE
-from ia_mech.results import Table, cell_of
+from ia_mech.results import Table
 from ia_mech.stats import Estimate, cluster_bootstrap, cluster_mean, model_confidence_set
 
 # What comes after the response is computed anew.
@@ -188,18 +188,6 @@ def cells_of(maps: Collection[str], layers: int, recurrent: bool = False) -> lis
     for site in (ALL_WRITTEN if recurrent else WRITTEN) if WRITING in maps else ():
         found.append(Cell(site, Splice(site.removeprefix(WRITTEN_AFTER)), written=True))
     return found
-
-
-def query_table(each: BitsByCell) -> pd.DataFrame:
-    """Bits of whole sites by query: ``term``, ``temperature`` (missing: all sampled turns),
-    ``source``, ``bits`` and ``hits``."""
-    found = [pd.DataFrame()]
-    for t, cells in each.items():
-        for (term, _), one in cells.items():
-            if term in (OWN, *WHOLE_SITES):
-                table = {"source": one.queries, "bits": one.bits, "hits": one.hits, "term": term}
-                found.append(pd.DataFrame(table).assign(temperature=np.nan if t is None else t))
-    return pd.concat(found, ignore_index=True)
 
 
 # -- estimate --------------------------------------------------------------------------------------
@@ -330,7 +318,16 @@ class SiteBits(Bits):
         return [*estimates(self.each, self.options), *token_estimates(scored, self.options)]
 
     def data(self, rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
-        return {"rows": rows, "queries": query_table(self.each)}
+        """The scores; and by query the bits and hits of whole sites, without a temperature those of
+        all sampled turns."""
+        found = [pd.DataFrame()]
+        for t, cells in self.each.items():
+            for (term, _), one in cells.items():
+                if term in (OWN, *WHOLE_SITES):
+                    table = {"source": one.queries, "bits": one.bits, "hits": one.hits}
+                    table |= {"term": term, "temperature": np.nan if t is None else t}
+                    found.append(pd.DataFrame(table))
+        return {"rows": rows, "queries": pd.concat(found, ignore_index=True)}
 
     def tables(self, found: pd.DataFrame) -> list[Table]:
         found = without_repeats(found)
@@ -466,7 +463,7 @@ def enough_alone(found: pd.DataFrame) -> str:
     for site, of in WAYS.items():
         if (bits := lookup(BITS, site)) == "–":
             continue
-        little = lookup.rows(ABOVE_TENTH, site)
+        little = only(all_datasets(found), ABOVE_TENTH, term=site, temperature=None)
         if len(little) and little["high"].item() < 0:
             likeliest = f"own likeliest {lookup(HITS, site)}, {1 / CANDIDATES:.2f} by chance"
             words = f"{of} move likelihoods little ({bits} bits; {likeliest})"
@@ -481,27 +478,25 @@ def enough_alone(found: pd.DataFrame) -> str:
 def strongest_windows(found: pd.DataFrame, layers: int, level: float) -> str:
     """The layers that may carry most, in words; an empty text where none is shown to carry any."""
     every = found[(found["quantity"] == MAY_BE_MOST) & (found["term"] == WINDOW)]
-    kept = every[every["value"] > 1 - level].sort_values("layer")
+    kept = every[every["value"] > 1 - level]
     if len(kept) == len(every):
         return "its layers can't be told apart" if len(every) else ""
-    size, spans = window_size(layers), list[list[int]]()
-    for first in kept["layer"].astype(int):
-        start = spans.pop()[0] if spans and spans[-1][1] == first - 1 else first
-        spans.append([start, min(first + size - 1, layers)])
-    return f"the layers that may carry most are {' and '.join(f'{a}–{b}' for a, b in spans)}"
+    those = (
+        number for one in layer_windows(layers) if one[0] in set(kept["layer"]) for number in one
+    )
+    return f"the layers that may carry most are {spans(those, ' and ')}"
 
 
 def drawings(found: pd.DataFrame, model: str) -> dict[str, Drawing]:
     """What is expressed and carried, by site and by layer, from the estimates."""
-    bits = found[found["quantity"] == BITS]
+    bits = only(found, BITS)
     whole = bits[bits["term"].isin([OWN, *WHOLE_SITES]) & bits["layer"].isna()]
     made: dict[str, Drawing] = {"sites": Bars(f"{model} · expressed and carried", "bits", whole)}
     if len(mapped := bits[bits["term"].isin(MAP_SITES)]):
-        own = whole[(whole["term"] == OWN) & whole["temperature"].eq(mapped["temperature"].iloc[0])]
+        own = only(whole, BITS, term=OWN, temperature=mapped["temperature"].iloc[0])
         levels = {"expressed": float(own["value"].iloc[0]), "": 0.0}
-        across = "layer (of a window: its first)"
-        title = f"{model} · carried by layer"
-        made["layers"] = Lines(title, across, "bits", mapped, across="layer", levels=levels)
+        words = f"{model} · carried by layer", "layer (of a window: its first)", "bits", mapped
+        made["layers"] = Lines(*words, across="layer", levels=levels)
     if len(written := bits[bits["term"].isin(ALL_WRITTEN)]):
         made["written"] = Bars(f"{model} · turns written after hybrids", "bits", written)
     return made
@@ -513,17 +508,9 @@ class Lookup:
     def __init__(self, found: pd.DataFrame) -> None:
         self._found = all_datasets(found)
 
-    def rows(self, quantity: str, term: str, temperature: float | None = None) -> pd.DataFrame:
-        """The line of an estimate, if there is one."""
-        rows = self._found
-        t = rows["temperature"]
-        t = t.isna() if temperature is None else t.eq(temperature)
-        return rows[(rows["quantity"] == quantity) & (rows["term"] == term) & t]
-
     def __call__(self, quantity: str, term: str, temperature: float | None = None) -> str:
-        mine = self.rows(quantity, term, temperature)
-        digits = AS_SHARE if quantity == SHARE else 2
-        return cell_of(next(mine.itertuples()), digits) if len(mine) else "–"
+        at = {"term": term, "temperature": temperature}
+        return told(self._found, quantity, AS_SHARE if quantity == SHARE else 2, **at) or "–"
 
 
 main = Locate.main

@@ -20,20 +20,20 @@ minutes on two cores).
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
-from numpy.typing import ArrayLike
 
 from experiments.arms import Arm, conversations_of
+from experiments.control import ratio
 from experiments.experiment import Conclusion, Experiment, flag
 from experiments.grid import TEMPERATURE
-from experiments.outcome import IN_ROLE, ONCE_IN_ROLE, lens_masses, parts_of
-from experiments.shown import Bars, Drawing, Lines, only, tables_of
+from experiments.outcome import IN_ROLE, ONCE_IN_ROLE, lens_masses, lens_of, parts_of
+from experiments.shown import Bars, Drawing, Lines, only, tables_of, told
 from ia_mech.cli import above_zero, coverage, whole_from
 from ia_mech.errors import UserError
 from ia_mech.estimates import (
@@ -48,12 +48,10 @@ from ia_mech.judge.decoys import WRONG
 from ia_mech.judge.rubric import FOLLOW_UP
 from ia_mech.rates.load import NO_ANNOTATOR, read_runs
 from ia_mech.results import SHARE as AS_SHARE
-from ia_mech.results import Table, cell_of
+from ia_mech.results import Table
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
-from ia_mech.run.queries import Query
 from ia_mech.settings import MOST_FIRST
-from ia_mech.stats import Estimate, cluster_bootstrap
 
 TURNS = "turns"  # the arm
 GREEDY, FIRST, WHOLE = DECODINGS = ("greedy", "first token drawn", "all tokens drawn")
@@ -66,19 +64,6 @@ CARRIED, PROBABILITY = "adds to the follow-up mass", "mean probability"
 LENS = {SHARE: "mass by the lens", IN_ROLE: "in role by the lens", REST: "covered by the lens"}
 OF_COVERED = "mass by the lens, of what is covered"
 LISTED = 12  # first tokens that are shown
-EPSILON = 1e-9  # a sum of shares below which nothing is divided by it
-
-
-def first_finished(queries: Sequence[Query], each: int = 1) -> pd.DataFrame:
-    """Rows of ``Query.contexts``: of each query those of its first finished responses.
-
-    Raises:
-        UserError: there is none.
-    """
-    rows = [one.contexts[one.complete].iloc[:each] for one in queries if any(one.complete)]
-    if not rows:
-        raise UserError("no response is finished", "sample with a larger --max-response-tokens")
-    return pd.concat(rows, ignore_index=True)
 
 
 def first_tokens(run: Run, judge: str) -> pd.DataFrame:
@@ -124,20 +109,6 @@ def masses(tokens: pd.DataFrame) -> pd.DataFrame:
     return found.reset_index()
 
 
-def ratio(
-    values: ArrayLike, whole: ArrayLike, sources: Iterable[Any], options: Mapping[str, Any]
-) -> Estimate:
-    """The mean of ``[rows]`` values by that of others, with a bootstrap interval over sources."""
-    values, whole = np.asarray(values, float), np.asarray(whole, float)
-
-    def of(counts: np.ndarray) -> np.ndarray:
-        below = counts @ whole
-        return (counts @ values) / np.where(np.abs(below) > EPSILON, below, np.nan)
-
-    (estimate,) = cluster_bootstrap(of, list(sources), **options)
-    return estimate
-
-
 def in_parts(
     group: Group, share: pd.Series, role: pd.Series, **names: Any
 ) -> Iterator[TidyEstimate]:
@@ -171,7 +142,10 @@ class Mass(Experiment):
 
     def arms(self) -> Mapping[str, Arm]:
         settings = {"temperatures": (self.args.temperature,), "first_tokens": self.args.share}
-        contexts = first_finished(self.queries, self.args.responses)
+        each, queries = self.args.responses, [one for one in self.queries if any(one.complete)]
+        if not queries:
+            raise UserError("no response is finished", "sample with a larger --max-response-tokens")
+        contexts = pd.concat([one.contexts[one.complete].iloc[:each] for one in queries])
         turns = 1 + self._first_tokens(contexts["context_id"])
         return {TURNS: Arm(conversations_of(contexts), settings, turns=turns)}
 
@@ -281,13 +255,8 @@ class Mass(Experiment):
 
     def _by_lens(self, rows: pd.DataFrame, each: pd.DataFrame) -> Iterator[TidyEstimate]:
         """What the header's last state has after each layer, of all datasets together."""
-        from ia_mech.lens import Lens, NoLens
-
         run = self.sampled[TURNS]
-        try:
-            lens = Lens.load(run.model["weights_hash"])
-        except NoLens as why:
-            self.notes.append(f"no logit lens: {why}.")
+        if (lens := lens_of(run, self.notes)) is None:
             return
         openings = rows[rows[SHARE].notna()].set_index(["context_id", "token"])
         openings = openings[[SHARE, IN_ROLE]].assign(**{REST: 1.0})
@@ -384,8 +353,7 @@ class Mass(Experiment):
         whole = all_datasets(found[found["term"] == EVERY])
 
         def said(quantity: str, decoding: str, digits: int | str = 2) -> str:
-            rows = only(whole, quantity, decoding=decoding)
-            return cell_of(rows.iloc[0], digits) if len(rows) else ""
+            return told(whole, quantity, digits, decoding=decoding)
 
         rest = only(whole, REST)["value"].iloc[0]
         words = (

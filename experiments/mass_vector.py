@@ -28,34 +28,39 @@ import numpy as np
 import pandas as pd
 from scipy.special import log_softmax
 
-from experiments.arms import Arm, conversations_of, verdicts_of
+from experiments.arms import verdicts_of
 from experiments.control import halves_of
-from experiments.experiment import Conclusion, Experiment, Model, Unit, flag
-from experiments.fit import BATCH, FILE, Dosing, Learning, SteeredContext, steered_context
+from experiments.experiment import Conclusion, Model, Unit, flag
+from experiments.fit import (
+    BATCH,
+    UNSTEERED,
+    Dosing,
+    Learning,
+    SteeredContext,
+    Vectors,
+    scored_under,
+)
 from experiments.grid import TEMPERATURE
 from experiments.mass import SHARE
 from experiments.outcome import IN_ROLE, parts_of
-from experiments.shown import Bars, Drawing, only, tables_of
+from experiments.shown import Bars, Drawing, tables_of, told
 from ia_mech.cli import above_zero, whole_from
 from ia_mech.errors import UserError
 from ia_mech.estimates import Group, TidyEstimate, all_datasets, by_dataset, paired_row
 from ia_mech.judge.rubric import FOLLOW_UP
-from ia_mech.results import Table, cell_of, folder_of
+from ia_mech.results import Table, folder_of
 from ia_mech.run import Run
 from ia_mech.run.queries import Query
-from ia_mech.steering import ADD, SteeringVector
 from probes.dataset import masses_of
 from probes.targets import MASS
 
-UNSTEERED, LEARNED, PERMUTED = "unsteered", "follow-ups", "permuted labels"  # what vectors are of
+LEARNED, PERMUTED = "follow-ups", "permuted labels"  # what vectors are of
 VECTORS = LEARNED, PERMUTED
 TERMS = UNSTEERED, *VECTORS
 OF_MASS, OF_ROLE, REST = "follow-up mass", "mass in role", "not covered"
 GREEDY, GREEDY_ROLE, KL = "greedy follow-ups", "greedy in role", "KL at the header"
 SHARES = OF_MASS, OF_ROLE, GREEDY, GREEDY_ROLE
 LESS = {PERMUTED: "minus permuted", UNSTEERED: "minus unsteered"}
-POSITION = "header_last"
-DOSE = 0.5  # length of the vector while it is learned, in norms of the state
 DRAWN = 8  # first tokens of a context to learn from, drawn by their probability
 DOSED = 24  # contexts, at most, on which a dose is sought
 
@@ -111,12 +116,7 @@ class Moved(Unit):
 
     def rows(self, model: Model) -> pd.DataFrame:
         """A row without a vector, and one for each direction: the masses, and the KL."""
-        import torch
-
-        turns = self.context.steered_turns(0, None, 0.0)
-        for direction, dose in zip(self.directions, self.doses, strict=True):
-            turns += self.context.steered_turns(0, torch.tensor(direction), dose)
-        scores = model.score([self.context.ids[: self.context.start]], turns)
+        scores = scored_under(model, self.context, self.directions, self.doses)
         log = np.array([one.whole for one in scores], dtype=np.float64)
         p = np.exp(log_softmax(log / self.temperature, axis=1)[:, list(self.firsts)])
         of_mass, of_role = (p @ np.array(self.labels)).T
@@ -125,10 +125,11 @@ class Moved(Unit):
         return pd.DataFrame({"draw": range(len(log)), **values})
 
 
-class MassVector(Experiment):
+class MassVector(Vectors):
     name = "mass_vector"
     judged = True
     queries_used = 60
+    positions = ("header_last",)
     columns: ClassVar[Mapping[str, str]] = {"dataset": "str", "term": "str", "layer": "Int64"}
 
     @classmethod
@@ -144,10 +145,9 @@ class MassVector(Experiment):
 
     def read(self) -> None:
         """Find the layer, the halves, and the first tokens of each context."""
-        model = self.runs[0].model
-        self.layer = model["layers"] // 2 if self.args.layer is None else self.args.layer
-        names = list(self.runs[0].contexts["positions"].iloc[0])
-        self.vector([1.0] * model["d_model"]).check(model["layers"], model["d_model"], names)
+        half = self.runs[0].model["layers"] // 2
+        self.layer = half if self.args.layer is None else self.args.layer
+        self.check_layer(self.layer)
         self.half = halves_of((query.source for query in self.queries), self.args.seed)
         self.labelled = list(self._labelled())
         for half in (0, 1):
@@ -177,18 +177,9 @@ class MassVector(Experiment):
         """The contexts of a half."""
         return [one for one in self.labelled if self.half[one.query.source] == half]
 
-    def vector(self, direction: Sequence[float], dose: float = DOSE) -> SteeringVector:
-        """A direction as what is added."""
-        import torch
-
-        model, along = self.runs[0].model, torch.tensor(direction, dtype=torch.float32)
-        what = ADD, self.layer, (POSITION,), along, dose
-        return SteeringVector(*what, model["name"], model["weights_hash"])
-
-    def steered(self, one: Labelled, token: int = 0) -> SteeredContext:
+    def before(self, one: Labelled, token: int = 0) -> SteeredContext:
         """A context with a turn of one token."""
-        anything = self.vector([1.0] * self.runs[0].model["d_model"])
-        return steered_context(one.query, one.k, anything, ((token,),))
+        return self.steered(one.query, one.k, self.layer, (token,))
 
     # -- measure ----------------------------------------------------------------------------------
 
@@ -200,13 +191,11 @@ class MassVector(Experiment):
         rng = np.random.default_rng([self.args.seed, 5, half])
         taught = [one for one in self.of(half) if one.teaches]
         drawn = [(one, one.drawn(term == PERMUTED, rng)) for one in taught]
-        contexts = tuple(self.steered(one, token) for one, tokens in drawn for token in tokens)
-        tokens = sum(len(ids) for ids in {one.ids for one in contexts})
-        name = f"half {half + 1}", "", tokens + (self.args.steps + 1) * BATCH * contexts[0].scored
-        return Learning(*name, half, term, contexts, DOSE, self.args.steps, self.args.seed)
+        contexts = [self.before(one, token) for one, tokens in drawn for token in tokens]
+        return self.learning(half, term, contexts)
 
     def _dosing(self, half: int, learned: pd.DataFrame) -> Dosing:
-        contexts = tuple(map(self.steered, self.of(half)[:DOSED]))
+        contexts = tuple(map(self.before, self.of(half)[:DOSED]))
         tokens = sum(len(one.ids) for one in contexts)
         along = tuple(tuple(one) for one in learned.loc[learned["half"] == half, "direction"])
         return Dosing(f"half {half + 1}", "", tokens, contexts, along, self.args.kl)
@@ -228,42 +217,25 @@ class MassVector(Experiment):
             moved += [self._moved(one, *what) for one in others]
             for term, direction, dose in zip(VECTORS, *what, strict=True):
                 name = f"layer {self.layer} {term} {half + 1}"
-                vector = self.vector(direction, dose)
-                turns.append((term, self._write_under(vector, name, others)))
+                vector = self.vector(self.layer, direction, dose)
+                contexts = pd.concat([one.query.contexts.iloc[[one.k]] for one in others])
+                turns.append((term, self.write_under(vector, name, contexts)))
         self.judge_arms()
         found = self.measure_units(moved, "masses under vectors")
-        contexts = [one.query.contexts["context_id"].iloc[one.k] for one in self.of(1) + self.of(0)]
+        names = [one.query.contexts["context_id"].iloc[one.k] for one in self.of(1) + self.of(0)]
         found = found.assign(
             term=found.pop("draw").map(dict(enumerate(TERMS))),
-            context_id=np.repeat(contexts, len(TERMS)),
+            context_id=np.repeat(names, len(TERMS)),
         )
         judged = pd.concat([self._greedy(*one) for one in turns])
         keys = ["term", "dataset", "context_id"]
         return found.merge(judged, on=keys, how="left", validate="one_to_one")
 
     def _moved(self, one: Labelled, directions: tuple, doses: tuple) -> Moved:
-        context, query = self.steered(one), one.query
+        context, query = self.before(one), one.query
         labels = tuple(zip(one.follow_up.tolist(), one.in_role.tolist(), strict=True))
-        return Moved(
-            query.source,
-            query.dataset,
-            len(context.ids),
-            context,
-            directions,
-            doses,
-            tuple(one.tokens.tolist()),
-            labels,
-            self.args.temperature,
-        )
-
-    def _write_under(self, vector: SteeringVector, name: str, those: Sequence[Labelled]) -> Run:
-        """The greedy turns after contexts under a vector, which is kept beside them."""
-        folder = self.place(name)
-        folder.mkdir(parents=True, exist_ok=True)
-        vector.save(folder / FILE)
-        contexts = pd.concat([one.query.contexts.iloc[[one.k]] for one in those])
-        settings = {"temperatures": (), "intervention": folder / FILE}
-        return self.sample(name, Arm(conversations_of(contexts), settings))
+        what = context, directions, doses, tuple(one.tokens.tolist()), labels
+        return Moved(query.source, query.dataset, len(context.ids), *what, self.args.temperature)
 
     def _greedy(self, term: str, run: Run) -> pd.DataFrame:
         """What the greedy turns of a run are, a row each."""
@@ -300,7 +272,7 @@ class MassVector(Experiment):
             for quantity in quantities:
                 columns[quantity] = quantity, 2
                 columns |= {f"{quantity}, {less}": (less, "+.2f") for less in LESS.values()}
-            where = f"at {POSITION} after layer {self.layer}"
+            where = f"at {self.positions[0]} after layer {self.layer}"
             return tables_of(
                 f"{title}, {where} ({self.intervals})",
                 found,
@@ -324,8 +296,7 @@ class MassVector(Experiment):
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         def said(quantity: str, term: str, digits: int | str = 2) -> str:
-            (row,) = only(all_datasets(found), quantity, term=term).itertuples()
-            return cell_of(row, digits)
+            return told(all_datasets(found), quantity, digits, term=term)
 
         def moved(what: str, quantity: str) -> str:
             apart = said(f"{quantity}, {LESS[PERMUTED]}", LEARNED, "+.2f")

@@ -21,35 +21,26 @@ from experiments.change import Replaced, positions_of
 from experiments.control import (
     ARMS,
     CELL,
+    COVERED,
     DONORS,
     EQUAL,
+    HALF,
     HIGH,
     LOW,
     MOVED,
-    MOVED_PARTS,
-    RATIO,
-    UNCHANGED,
-    UNDER,
-    donors_of,
+    OWN_MASS,
     estimates,
 )
 from experiments.experiment import Conclusion, Model, Unit
-from experiments.grid import FollowUps, Grid, drawing
+from experiments.grid import FollowUps, Grid
 from experiments.mass import SHARE
 from experiments.outcome import CHOOSING, HEADER_LAST, IN_ROLE, ONCE_IN_ROLE
-from experiments.shown import Drawing, only, tables_of
+from experiments.shown import only, spans
 from ia_mech.cli import shell_word
 from ia_mech.errors import UserError
 from ia_mech.estimates import Group, TidyEstimate, all_datasets, by_dataset, holm_corrected
-from ia_mech.results import SHARE as AS_SHARE
-from ia_mech.results import Table
 from ia_mech.run import Run, layout
-from ia_mech.stats import Estimate, dyadic_mean, dyadic_test
-
-COVERED = "probability of the openings"
-COVERED_UNDER = {arm: f"{COVERED} under the {arm} donor" for arm in (HIGH, LOW)}
-OWN_MASS = "donors' own masses, high minus low"
-HALF = "p that more than half is moved from here on"
+from ia_mech.stats import Estimate, dyadic_test
 
 
 @dataclass(frozen=True)
@@ -145,7 +136,7 @@ class MovedMass(FollowUps):
     mass."""
 
     flags: ClassVar[tuple[str, ...]] = ()
-    measured = "the follow-up mass"
+    measured, put = "the follow-up mass", "states"
 
     # -- chosen -----------------------------------------------------------------------------------
 
@@ -154,35 +145,31 @@ class MovedMass(FollowUps):
         """The run in which each first token is gone on from.
 
         Raises:
-            UserError: there is none, or its turns aren't judged.
+            UserError: there is none, or it isn't finished, of this model and judged.
         """
         first = self.runs[0].path.resolve()
         place = first.with_name(f"{first.name}-{mass.Mass.folder_name()}") / mass.TURNS / RUN
-        remedy = f"run ia-mech mass {shell_word(first)} before"
-        if not (place / layout.RUN).is_file():
-            raise UserError(
-                f"{place} isn't there: no first token of {first} is gone on from", remedy
-            )
-        run = Run.open(place)
-        if not run.complete or self.gate.judge not in run.labels.judges:
-            raise UserError(f"{place} isn't finished, or not judged by {self.gate.judge!r}", remedy)
-        if run.model["weights_hash"] != self.runs[0].model["weights_hash"]:
-            raise UserError(f"{place} is of another model than {first}", remedy)
-        return run
+        if (place / layout.RUN).is_file():
+            run = Run.open(place)
+            alike = run.model["weights_hash"] == self.runs[0].model["weights_hash"]
+            if alike and run.complete and self.gate.judge in run.labels.judges:
+                return run
+        raise UserError(
+            f"{place} doesn't hold all first tokens of {first}, by the same model, judged by "
+            f"{self.gate.judge!r}",
+            f"run ia-mech mass {shell_word(first)} before",
+        )
 
     def read(self) -> None:
         """Choose recipients, and donors by their own masses."""
         Grid.read(self)
         run = self.of_masses
-        (self.temperature,) = run.settings["temperatures"]
         tokens = mass.first_tokens(run, self.gate.judge).dropna(subset=[SHARE])
         own, greedy = f"{mass.FIRST} {SHARE}", f"{mass.GREEDY} {SHARE}"
         every = mass.masses(tokens).dropna(subset=[own, greedy])
         self.contexts = every.assign(**{CHOOSING: every[own]}).reset_index(drop=True)
         self.openings = dict(list(tokens.groupby("context_id", sort=False)))
-        chosen = self.contexts["source"].isin([query.source for query in self.queries])
-        recipients = self.contexts.index[chosen & (self.contexts[greedy] == 0)]
-        self.donors = donors_of(self.contexts, list(recipients), self.args.seed)
+        self.donors = self.with_donors(self.contexts[greedy] == 0)
         if len(self.donors) < 2:
             raise UserError(
                 f"of {len(self.donors)} queries (2 are needed) the greedy turn is no follow-up, "
@@ -218,18 +205,10 @@ class MovedMass(FollowUps):
                 states.append(np.stack([one.numpy() for one in each], axis=1))
             openings = self.openings[recipient["context_id"]]
             labels = list(openings[[SHARE, IN_ROLE]].itertuples(index=False, name=None))
-            yield MassUnder(
-                self.contexts["source"][one["recipient"]],
-                recipient["dataset"],
-                begin + (2 + len(ARMS)) * len(cells) * (len(ids) - begin),
-                ids,
-                len(ids) - begin,
-                places,
-                states,
-                openings["token"].tolist(),
-                labels,
-                self.temperature,
-            )
+            query, tail = self.contexts["source"][one["recipient"]], len(ids) - begin
+            computed = begin + (2 + len(ARMS)) * len(cells) * tail
+            what = ids, tail, places, states, openings["token"].tolist(), labels
+            yield MassUnder(query, recipient["dataset"], computed, *what, self.temperature)
 
     def rows(self) -> pd.DataFrame:
         """A row per recipient and cell, as :func:`experiments.control.estimates` takes them.
@@ -248,9 +227,13 @@ class MovedMass(FollowUps):
             about[f"mass {arm}"] = of[CHOOSING].to_numpy()[donors[arm]]
             about[f"query {arm}"] = of["source"].to_numpy()[donors[arm]]
             about[f"donor {arm}"] = of["context_id"].to_numpy()[donors[arm]]
-        own = own.rename(columns={arm: f"own {arm}" for arm in ARMS})
-        about = about.merge(own[["source", *(f"own {arm}" for arm in ARMS)]], on="source")
+        about = about.join(own.set_index("source")[list(ARMS)].add_prefix("own "), on="source")
         return table.merge(about, on="source", validate="many_to_one")
+
+    @property
+    def temperature(self) -> float:
+        (found,) = self.of_masses.settings["temperatures"]
+        return found
 
     @property
     def depth(self) -> int:
@@ -272,71 +255,27 @@ class MovedMass(FollowUps):
             each = rows[here].drop_duplicates("source")
             own = Group(each["source"].to_numpy(), self.options, {"dataset": dataset})
             found.append(own.mean(OWN_MASS, each[f"mass {HIGH}"] - each[f"mass {LOW}"]))
-            for (term, layer), cell in rows[here].groupby(CELL, sort=False):
-                names = {"dataset": dataset, "term": term, "layer": layer}
-                own = Group(cell["source"].to_numpy(), self.options, names)
-                for arm, quantity in COVERED_UNDER.items():
-                    pair = cell["source"], cell[f"query {arm}"]
-                    how = {"ends": (0, 1), "level": self.args.level}
-                    share = dyadic_mean(cell[f"{COVERED} {arm}"], *pair, **how)
-                    found.append(own.row(quantity, share, len(cell)))
-            found += half_moved(
-                rows[here & (rows["term"] == HEADER_LAST)], dataset, self.args.level
-            )
+            last = rows[here & (rows["term"] == HEADER_LAST)]
+            found += half_moved(last, dataset, self.args.level)
         return holm_corrected(found, lambda row: (row.quantity, row.names["dataset"], trivial(row)))
 
     # -- shown ------------------------------------------------------------------------------------
 
-    def tables(self, found: pd.DataFrame) -> list[Table]:
-        columns: dict[str, tuple[str, int | str]] = {
-            MOVED: ("high minus low", "+.2f"),
-            RATIO: ("of the donors' difference", AS_SHARE),
-            HALF: ("p: from here on more than half", 2),
-            **{quantity: (part, "+.2f") for part, quantity in MOVED_PARTS.items()},
-            EQUAL: ("equal donors", "+.2f"),
-            UNDER[HIGH]: ("under high", 2),
-            UNDER[LOW]: ("under low", 2),
-            COVERED_UNDER[HIGH]: ("covered, high", 2),
-            COVERED_UNDER[LOW]: ("covered, low", 2),
-        }
-        return [
-            *tables_of(
-                f"{self.measured} under states of donors, T = {self.temperature:g}",
-                found,
-                columns,
-                detectable=MOVED,
-                most=1.0,
-                index=("dataset", "term", "layer"),
-                rows="recipients",
-                legend=f"{HEADER_LAST} after layer {self.depth}, the last one, is the donor's own "
-                "distribution by construction: the others are held against it. Paired by "
-                "recipient, intervals over recipients' and donors' queries; p: Holm-corrected "
-                "over the other lines. From here on more than half: the layers whose p is above "
-                f"{1 - self.args.level:.2g} are the confidence set. In role: the mass of first "
-                "tokens whose turn stays in the user's role; once in role: the follow-up mass as a "
-                "share of it. Covered: the probability of the recipient's openings, without which "
-                "a first token counts as none.",
-            ),
-            *tables_of(
-                "what there is to move",
-                found,
-                {
-                    UNCHANGED: ("recipients, unchanged", 2),
-                    DONORS: ("high minus low donors", "+.2f"),
-                    OWN_MASS: ("by their own openings", "+.2f"),
-                },
-                index=("dataset",),
-                rows="recipients",
-                legend="Donors: their own distributions on the recipient's openings. By their own "
-                "openings: their masses, by which they were chosen. What isn't in the former isn't "
-                "in the probabilities of first tokens, but in what these open.",
-            ),
-        ]
-
-    def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
-        title = f"{self.runs[0].model['name']} · {self.measured}"
-        axis = "under the high donor minus under the low one"
-        return {"cells": drawing(title, axis, all_datasets(only(found, MOVED)))}
+    @property
+    def legends(self) -> tuple[str, str]:
+        return (
+            f"{HEADER_LAST} after layer {self.depth}, the last one, is the donor's own "
+            "distribution by construction: the others are held against it. Paired by recipient, "
+            "intervals over recipients' and donors' queries; p: Holm-corrected over the other "
+            "lines. From here on more than half: the layers whose p is above "
+            f"{1 - self.args.level:.2g} are the confidence set. In role: the mass of first tokens "
+            "whose turn stays in the user's role; once in role: the follow-up mass as a share of "
+            "it. Covered: the probability of the recipient's openings, without which a first "
+            "token counts as none.",
+            "Donors: their own distributions on the recipient's openings. By their own openings: "
+            "their masses, by which they were chosen. What isn't in the former isn't in the "
+            "probabilities of first tokens, but in what these open.",
+        )
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         level, whole = self.args.level, all_datasets(found)
@@ -364,23 +303,8 @@ class MovedMass(FollowUps):
             f" A state is shown to move it at {len(shown)} of {len(moved)} cells before the last "
             f"layer{': ' * bool(each)}{'; '.join(each)}."
         )
-        false = int((equal["p_holm"] <= 1 - level).sum())
-        control = f"Two donors of equal mass differ at {false} of {len(equal)} cells"
-        if len(equal):
-            control += f" (largest {equal['value'].abs().max():.2f})"
-        control += ". The recipient's own states change no bit. "
-        return Conclusion(sentence, f"{control}{self.gate.short}.")
-
-
-def spans(numbers: list[int]) -> str:
-    """``3–5, 8``."""
-    found: list[list[int]] = []
-    for number in sorted(numbers):
-        if found and number == found[-1][-1] + 1:
-            found[-1][1:] = [number]
-        else:
-            found.append([number])
-    return ", ".join("–".join(map(str, span)) for span in found)
+        control = f"{self.said_of_equal('mass', equal)} The recipient's own states change no bit."
+        return Conclusion(sentence, f"{control} {self.gate.short}.")
 
 
 def half_moved(rows: pd.DataFrame, dataset: str, level: float) -> Iterator[TidyEstimate]:

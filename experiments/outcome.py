@@ -378,17 +378,14 @@ CHOOSING, SCORING = "choosing", "scoring"  # shares of turns with even and odd s
 RATE, SIBLINGS, EXCESS = "follow-ups", "follow-ups after siblings", "excess over siblings"
 
 
-def with_category(turns: pd.DataFrame, category: str) -> pd.Series:
-    """1 for turns of a category, 0 for others, NaN without a verdict."""
-    found = turns["category"].astype(object)
-    return (found == category).astype(float).where(found.isin(ASSESSED))
-
-
 def parts_of(turns: pd.DataFrame, category: str) -> pd.DataFrame:
     """Of turns, 1 or 0: whether they are of the category, stay in the user's role, and are of the
-    category once they do (NaN of turns out of role)."""
-    whole, told = with_category(turns, category), turns["category"].astype(object)
-    inside = (~told.isin(OUT_OF_ROLE)).astype(float).where(told.isin(ASSESSED))
+    category once they do (NaN of turns out of role). NaN without a verdict."""
+    told = turns["category"].astype(object)
+    whole, inside = (
+        is_so.astype(float).where(told.isin(ASSESSED))
+        for is_so in (told == category, ~told.isin(OUT_OF_ROLE))
+    )
     return pd.DataFrame({"share": whole, IN_ROLE: inside, ONCE_IN_ROLE: whole.where(inside.eq(1))})
 
 
@@ -401,7 +398,7 @@ def shares_of(turns: pd.DataFrame, category: str, temperature: float) -> pd.Data
     """
     keys = ["dataset", "source", "context_id", "unfinished"]
     rows = turns[[*keys, "temperature", "sample"]].astype(dict.fromkeys(keys[:3], object))
-    rows = rows.assign(value=with_category(turns, category))
+    rows = rows.assign(value=parts_of(turns, category)["share"])
     drawn = rows[rows["temperature"] == temperature]
     halves = {
         "greedy": rows[rows["temperature"] == 0],
@@ -581,10 +578,42 @@ def first_token_curves(
     return dict(zip(names, found, strict=True))
 
 
+def lens_of(run: Run, notes: list[str]) -> "Lens | None":
+    """The lens of a run's model; if there is none, why is noted."""
+    from ia_mech.lens import Lens, NoLens
+
+    try:
+        return Lens.load(run.model["weights_hash"])
+    except NoLens as why:
+        notes.append(f"no logit lens: {why}.")
+        return None
+
+
+def log_p_by_layer(
+    run: Run, rows: Sequence[int], ids: np.ndarray, lens: "Lens", temperature: float = 1.0
+) -> "Iterator[Tensor]":
+    """The logit lens: every layer at ``header_last``, through final norm and unembedding;
+    ``[rows, ids]`` log-probabilities in nats, after contexts of a run that are given by row."""
+    import torch
+
+    few = replace(lens, unembedding=lens.unembedding[torch.from_numpy(ids)])
+    bar = Bar()
+    bar.start("logit lens", len(run.layers), unit="layer")
+    try:
+        for layer in run.layers:
+            states = run.residuals(layer, HEADER_LAST)[list(rows)]
+            slices = [(x / temperature).logsumexp(-1) for x in lens.logits_in_slices(states)]
+            total = torch.stack(slices).logsumexp(0)[:, None]
+            yield few.logits(states) / temperature - total
+            bar.advance()
+    finally:
+        bar.stop()
+
+
 def lens_curves(
     runs: Sequence[Run], contexts: pd.DataFrame, openings: Openings, lens: "Lens"
 ) -> dict[str, np.ndarray]:
-    """The logit lens: every layer at ``header_last``, through final norm and unembedding.
+    """Openings by the logit lens.
 
     Args:
         runs, contexts, openings: as for :func:`first_token_curves`; contexts also with ``greedy``,
@@ -596,35 +625,22 @@ def lens_curves(
         (:data:`GREEDY`), and of the likeliest other token (:data:`BEST`) whose turns in other
         sources are follow-ups at least half of the time. NaN where there is none.
     """
-    import torch
-
-    layers, own = list(runs[0].layers), contexts["greedy"].to_numpy()
+    own = contexts["greedy"].to_numpy()
     ids = np.unique(np.concatenate([openings.ids, own]))
     shares = np.zeros((len(contexts), len(ids)))
     shares[:, np.searchsorted(ids, openings.ids)] = openings.of_others(contexts["source"])[0]
     column = np.searchsorted(ids, own)
     shares[np.arange(len(own)), column] *= 0.0  # greedy's token is no other opening; NaN stays
-    few = replace(lens, unembedding=lens.unembedding[torch.from_numpy(ids)])
-    found = np.full((2, len(own), len(layers)), np.nan)
-    bar = Bar()
-    bar.start("logit lens", len(runs) * len(layers), unit="layer")
-    try:
-        for run in runs:
-            mine = np.flatnonzero(contexts["run"] == str(run.path))
-            if HEADER_LAST not in run.positions or not len(mine):
-                continue
-            at = torch.from_numpy(contexts["at"].to_numpy()[mine])
-            for number, layer in enumerate(layers):
-                states = run.residuals(layer, HEADER_LAST)[at]
-                slices = [part.logsumexp(-1) for part in lens.logits_in_slices(states)]
-                total = torch.stack(slices).logsumexp(0)[:, None]
-                log_p = (few.logits(states) - total).double().numpy()
-                found[0, mine, number] = log_p[np.arange(len(mine)), column[mine]]
-                eligible = shares[mine] >= LEAST_FOLLOW_UPS
-                found[1, mine, number] = np.where(eligible, log_p, -np.inf).max(1)
-                bar.advance()
-    finally:
-        bar.stop()
+    found = np.full((2, len(own), len(runs[0].layers)), np.nan)
+    for run in runs:
+        mine = np.flatnonzero(contexts["run"] == str(run.path))
+        if HEADER_LAST not in run.positions or not len(mine):
+            continue
+        eligible = shares[mine] >= LEAST_FOLLOW_UPS
+        every = log_p_by_layer(run, contexts["at"].iloc[mine], ids, lens)
+        for number, log_p in enumerate(one.double().numpy() for one in every):
+            found[0, mine, number] = log_p[np.arange(len(mine)), column[mine]]
+            found[1, mine, number] = np.where(eligible, log_p, -np.inf).max(1)
     none = np.isneginf(found[1]) | np.isnan(shares).any(1, keepdims=True)
     found[1] = np.where(none, np.nan, found[1])
     return dict(zip(OPENINGS, found, strict=True))
@@ -640,27 +656,14 @@ def lens_masses(run: Run, openings: pd.DataFrame, lens: "Lens", temperature: flo
         lens: of the model.
         temperature: of the probabilities.
     """
-    import torch
-
     row = {name: at for at, name in enumerate(run.contexts["context_id"])}
     ids, column = np.unique(openings.index.get_level_values("token"), return_inverse=True)
     values = np.zeros((openings.shape[1], len(row), len(ids)))
     at = [row[name] for name in openings.index.get_level_values("context_id")]
     values[:, at, column] = openings.to_numpy(float).T
-    few = replace(lens, unembedding=lens.unembedding[torch.from_numpy(ids)])
-    found, bar = [], Bar()
-    bar.start("logit lens", len(run.layers), unit="layer")
-    try:
-        for layer in run.layers:
-            states = run.residuals(layer, HEADER_LAST)
-            slices = [(x / temperature).logsumexp(-1) for x in lens.logits_in_slices(states)]
-            total = torch.stack(slices).logsumexp(0)[:, None]
-            p = (few.logits(states) / temperature - total).exp().double().numpy()
-            found.append((values * p).sum(-1).clip(max=1))
-            bar.advance()
-    finally:
-        bar.stop()
-    return np.array(found)
+    every = log_p_by_layer(run, range(len(row)), ids, lens, temperature)
+    each = (log_p.exp().double().numpy() for log_p in every)
+    return np.array([(values * p).sum(-1).clip(max=1) for p in each])
 
 
 def ahead_for_good(greedy: np.ndarray, rival: np.ndarray) -> np.ndarray:

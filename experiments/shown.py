@@ -39,11 +39,28 @@ DETECTABLE = (
 
 
 def only(found: pd.DataFrame, quantity: str, **names: Any) -> pd.DataFrame:
-    """The estimates of a quantity that have these values in other columns."""
+    """The estimates of a quantity that have these values in other columns; None: a missing one."""
     mine = found["quantity"] == quantity
     for name, value in names.items():
-        mine &= found[name] == value
+        mine &= found[name].isna() if value is None else found[name] == value
     return found[mine]
+
+
+def told(found: pd.DataFrame, quantity: str, digits: int | str = 2, **names: Any) -> str:
+    """The first of these estimates as text; an empty one if there is none."""
+    rows = only(found, quantity, **names)
+    return cell_of(rows.iloc[0], digits) if len(rows) else ""
+
+
+def spans(numbers: Iterable[int], between: str = ", ") -> str:
+    """``3–5, 8``."""
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and number == found[-1][-1] + 1:
+            found[-1][1:] = [number]
+        else:
+            found.append([number])
+    return between.join("–".join(map(str, span)) for span in found)
 
 
 def headline(sentence: str, found: pd.DataFrame) -> str:

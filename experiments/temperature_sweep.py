@@ -19,7 +19,7 @@ for 100 contexts on a CPU.
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
@@ -31,6 +31,7 @@ from experiments.outcome import (
     ahead_for_good,
     first_token_curves,
     lens_curves,
+    lens_of,
     openings_of,
     with_token_scores,
 )
@@ -64,10 +65,6 @@ LEFT = {  # medians, by the column of :func:`leaving_point`
 }
 TOKENS, MASS = "effective number of first tokens", "mass on openings"
 LENS, AHEAD = "log p by the lens", "greedy ahead for good"
-COLUMNS = {
-    **dict.fromkeys(("dataset", "term", "outcome", "decoy"), "str"),
-    **{"temperature": "float64", "layer": "Int64", "level": "float64", "events": "Int64"},
-}
 
 
 # -- where greedy leaves ---------------------------------------------------------------------------
@@ -112,7 +109,10 @@ def against_others(frame: pd.DataFrame, column: str) -> tuple[np.ndarray, np.nda
 class TemperatureSweep(Experiment):
     name = "temperature_sweep"
     judged, loads, mixed = True, False, True
-    columns = COLUMNS
+    columns: ClassVar = {
+        **dict.fromkeys(("dataset", "term", "outcome", "decoy"), "str"),
+        **{"temperature": "float64", "layer": "Int64", "level": "float64", "events": "Int64"},
+    }
 
     # -- read -------------------------------------------------------------------------------------
 
@@ -148,16 +148,11 @@ class TemperatureSweep(Experiment):
 
     def rows(self) -> pd.DataFrame:
         """A row per sampled turn that was assessed: of ``turns``, with :func:`leaving_point`."""
-        from ia_mech.lens import Lens, NoLens
-
         openings = openings_of(self.turns)
         self.first = first_token_curves(self.runs, self.contexts, openings, self.grid)
         self.log_p: dict[str, np.ndarray] = {}
-        try:
-            lens = Lens.load(self.runs[0].model["weights_hash"])
+        if lens := lens_of(self.runs[0], self.notes):
             self.log_p = lens_curves(self.runs, self.contexts, openings, lens)
-        except NoLens as why:
-            self.notes.append(f"no logit lens: {why}.")
         opened = [of.sum() for of in (openings.follow_up, openings.restated)]
         both = ((opened[0] > 0) & (opened[1] > 0)).sum()
         self.notes.append(

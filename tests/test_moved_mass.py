@@ -14,8 +14,9 @@ from test_interchange import BLOCK, SHARES, Marked, sampled
 from experiments import interchange, mass
 from experiments.control import ARMS, DONORS, EQUAL, MOVED, RATIO, UNCHANGED
 from experiments.experiment import Model
-from experiments.moved_mass import COVERED, HALF, MassUnder, half_moved, spans
-from experiments.outcome import IN_ROLE, lens_masses
+from experiments.moved_mass import COVERED, HALF, MassUnder, MovedMass, half_moved
+from experiments.outcome import CHOOSING, IN_ROLE, lens_masses
+from experiments.shown import spans
 from ia_mech.engine.intervene import Replace
 from ia_mech.engine.state import Prefix, prefill
 from ia_mech.errors import UserError
@@ -42,10 +43,18 @@ def command(capfd, monkeypatch, tmp_path):
     return run
 
 
+def test_a_query_has_one_recipient_of_several_responses():
+    contexts = pd.DataFrame({"dataset": "d", "source": list("aabbcc"), CHOOSING: np.arange(6.0)})
+    some = SimpleNamespace(source="a"), SimpleNamespace(source="b")
+    asked = SimpleNamespace(contexts=contexts, queries=some, args=SimpleNamespace(seed=0))
+    found = MovedMass.with_donors(asked, pd.Series([False, True, True, True, True, True]))
+    assert found["recipient"].tolist() == [1, 2]
+
+
 def test_the_mass_travels_with_the_state_that_decides_the_first_token(used, command, tmp_path):
     words = ("--outcome", "mass", "--out", str(tmp_path / "out"))
     line = refusal(command(interchange.main, used.path, *words))
-    assert "no first token of" in line and "ia-mech mass" in line
+    assert "doesn't hold all first tokens of" in line and "ia-mech mass" in line
     outcome = command(mass.main, used.path, "--share", "0.99")
     assert outcome.status == 0, outcome.err
     outcome = command(interchange.main, used.path, *words)
