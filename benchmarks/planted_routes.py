@@ -24,7 +24,7 @@ import torch
 import transformers
 from transformers.models.qwen3_5 import Qwen3_5TextConfig
 
-from experiments.change import HEADER, OWN, RESPONSE, STATE
+from experiments.change import HEADER, OWN, RESPONSE, STATE, Cell, Whole
 from experiments.locate import WINDOWS, cells_of
 from experiments.outcome import SiblingContexts
 from ia_mech.engine.installed import install
@@ -259,8 +259,9 @@ def siblings(
             said = int(own) if follows else int(rng.integers(NAMES))
             ids = (OPENING if opened else OPENER, *[ECHO + said] * LENGTH)
             turns.append((k, temperature, 0, ids))
+    cells = cells_of([WINDOWS] if kind.windows else [], DEPTH, kind.state)
     return SiblingContexts(
         name, "planted", 0, contexts, starts, stops, {"header_0": 2, "header_last": 4},
         [f"{name}-{k}" for k in range(NAMES)], turns, worded.tolist(),
-        cells_of([WINDOWS] if kind.windows else [], DEPTH, kind.state), SAMPLED,
+        [Cell(OWN, Whole(), every=True), *cells], SAMPLED,
     )  # fmt: skip

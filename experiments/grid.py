@@ -23,7 +23,17 @@ import numpy as np
 import pandas as pd
 
 from experiments.arms import Arm, conversations_of, verdicts_of
-from experiments.change import OWN, RESPONSES, Cell, Change, Given, Replaced, Splice, positions_of
+from experiments.change import (
+    OWN,
+    RESPONSES,
+    Cell,
+    Change,
+    Given,
+    Replaced,
+    Splice,
+    Whole,
+    positions_of,
+)
 from experiments.control import (
     ARMS,
     BEYOND,
@@ -201,7 +211,8 @@ class Bits(Grid):
 
     def units(self) -> Iterator[SiblingContexts]:
         queries = self.queries  # refuses runs without siblings, before the model is looked for
-        cells, few, used = self.cells(), 0, 0
+        # What turns express is what their whole own context tells.
+        cells, few, used = [Cell(OWN, Whole(), every=True), *self.cells()], 0, 0
         temperatures = self.runs[0].settings["temperatures"]
         for query in queries:
             how = cells, self.args.recipients, temperatures, self.args.seed

@@ -40,7 +40,7 @@ from typing import ClassVar
 
 import pandas as pd
 
-from experiments.change import OWN, Cell, Replaced, Whole
+from experiments.change import Cell, Replaced
 from experiments.control import FIRST
 from experiments.experiment import flag
 from experiments.grid import BY_BITS, BY_FOLLOW_UPS, BY_MASS, Bits, FollowUps, Grid
@@ -122,8 +122,7 @@ class Interchange(Grid):
         ]
         if self.of_mass and (LAST not in self.tokens or depth not in layers):
             found.append(Cell(LAST, Replaced((LAST,), depth), depth, every=True))
-        own = [Cell(OWN, Whole(), every=True)] if self.args.outcome == BY_BITS else []
-        return [*own, *found]
+        return found
 
 
 main = Interchange.main

@@ -71,7 +71,6 @@ from experiments.change import (
     Mask,
     Replaced,
     Splice,
-    Whole,
 )
 from experiments.experiment import Conclusion, flag
 from experiments.grid import (
@@ -166,9 +165,8 @@ def layer_windows(layers: int) -> list[range]:
 
 def cells_of(maps: Collection[str], layers: int, recurrent: bool = False) -> list[Cell]:
     """What is changed: whole sites, and the cells of maps."""
-    found = [Cell(OWN, Whole(), every=True)]
     sites = WHOLE_SITES if recurrent else SITES
-    found += [Cell(site, Splice(site), every=True) for site in sites]
+    found = [Cell(site, Splice(site), every=True) for site in sites]
     if {WINDOWS, BANDS, BLOCKS} & {*maps}:
         found += [Cell(ALL_LAYERS, Anew()), Cell(FULL_LAYERS, Layers(1, layers + 1))]
         if recurrent:

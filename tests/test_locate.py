@@ -24,6 +24,8 @@ from experiments.change import (
     RESPONSE,
     RESPONSE_AND_HEADER,
     SITES,
+    Cell,
+    Whole,
 )
 from experiments.experiment import Model
 from experiments.locate import (
@@ -67,6 +69,11 @@ from ia_mech.likelihood.carried import CEILING, bits_by_query
 
 QUERIES = 8
 OPTIONS = {"level": 0.95, "resamples": 200, "seed": 0}
+
+
+def cells_with_own(*maps) -> list[Cell]:
+    """As the outcome takes them: with the whole own context."""
+    return [Cell(OWN, Whole(), every=True), *cells_of(*maps)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -119,7 +126,7 @@ def unit(query: int, react: bool = True, behind: int | None = None) -> SiblingCo
         context_ids=[f"q{query}-{name}" for name in names],
         turns=[(k, 1.0, 0, planted.turn(name, 4)) for k, name in enumerate(said)],
         recipients=[(query + i) % planted.NAMES for i in range(2)],
-        cells=cells_of(["windows", "states", *["written"] * react], planted.DEPTH),
+        cells=cells_with_own(["windows", "states", *["written"] * react], planted.DEPTH),
         mapped=1.0,
     )
 
@@ -179,7 +186,7 @@ def mapped(units: list[SiblingContexts], maps: list[str], through_header: bool) 
     )
     parts = []
     for query, one in enumerate(units):
-        one = replace(one, cells=cells_of(maps, planted.DEPTH), recipients=one.recipients[:1])
+        one = replace(one, cells=cells_with_own(maps, planted.DEPTH), recipients=one.recipients[:1])
         parts.append(one.rows(model).assign(source=f"q{query}"))
     return pd.concat(parts, ignore_index=True)
 
@@ -274,7 +281,7 @@ def test_first_tokens_tell_by_the_header_what_later_ones_tell_by_the_response(mo
     monkeypatch.setattr(planted, "turn", lambda name, length: (planted.ECHO + name,) * length)
     model = Model(SimpleNamespace(model=made), None)
     parts = [
-        replace(unit(query), cells=cells_of([], planted.DEPTH))
+        replace(unit(query), cells=cells_with_own([], planted.DEPTH))
         .rows(model)
         .assign(source=f"q{query}")
         for query in range(4)
