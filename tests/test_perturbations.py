@@ -248,8 +248,9 @@ def test_the_second_time_nothing_is_sampled_and_no_model_is_loaded(
     assert tables <= set(after) and all(after[name] == before[name] for name in tables)
     assert files(plain.path) == base
     verdict = outcome.out.splitlines()[0]
-    few = "9; to show anything after the correction for 16 comparisons takes at least 10."
-    assert verdict.endswith(f"No change of the response is shown to move the follow-up rate; {few}")
+    few = "9; to show anything after the correction for 16 comparisons takes at least 10"
+    none = "No change of the response is shown to move the follow-up rate"
+    assert verdict.endswith(f"{none} (too few queries: {few}).")
     assert "\nControl: " in outcome.out
     assert outcome.out.count("80 of 100 repetitions") == 2  # of tables
     for named in ("no response (remove)", "first half of the response (truncate)"):

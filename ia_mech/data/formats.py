@@ -656,7 +656,8 @@ def _shape(cells: Row) -> str:
     messages = next((n for n, v in cells.known.items() if has_roles(as_list(v))), "NAME")
     query, response, messages = (shell_word(name) for name in (query, response, messages))
     for name in cells.known:
-        if close := get_close_matches(name, looked_for, 1, MISTYPED):
+        close = get_close_matches(name, looked_for, 1, MISTYPED)
+        if close and not name.startswith(close[0]):  # conversation_a is no slip
             raise UserError(
                 f"{cells.place}: columns not recognised (found: {cells.found}, did you mean "
                 f"{close[0]!r} by {name!r}?)",
