@@ -158,9 +158,8 @@ def stages(args: argparse.Namespace) -> list[Stage]:
         Stage("locate", "experiments.locate", [run, *locate], result="locate"),
     ]
     if not args.quick:
-        by_layer = [run, "--outcome", "mass", "--queries", str(args.queries)]
-        by_layer = "mass by layer", "experiments.interchange", by_layer, True, BY_LAYER
-        found.append(Stage(*by_layer))
+        words = [run, "--outcome", "mass", "--queries", str(args.queries)]
+        found.append(Stage("mass by layer", "experiments.interchange", words, True, BY_LAYER))
         found.append(Stage("elicit", "experiments.elicit", [run], result="elicit"))
     if args.wording:
         found.append(Stage("reaction", "experiments.reaction", [run], result="reaction"))

@@ -150,8 +150,8 @@ def _sentence(judged: JudgedTurns, of: pd.DataFrame, groups: pd.DataFrame, level
     if judged.by is not None:
         said.append(_by_group(one_line(judged.by, 40), groups))
     conversations = conversations_text(turns["context"].nunique(), sources)
-    lacking = int(turns["follow_up"].isna().sum())
-    lacking = f", of which {lacking} were not assessed," if lacking else ""
+    unassessed = int(turns["follow_up"].isna().sum())
+    lacking = f", of which {unassessed} were not assessed," if unassessed else ""
     said.append(f"These are {len(turns)} turns{lacking} in {conversations}{few}.")
     if foreign := turns["context"][turns["context"].isin(judged.foreign)].nunique():
         verb = "doesn't" if foreign == 1 else "don't"
