@@ -26,12 +26,13 @@ from ia_mech.cli import shell_word
 from ia_mech.display import Bar
 from ia_mech.errors import UserError
 from ia_mech.judge.decoys import SIBLING
-from ia_mech.judge.rubric import ASSESSED, FOLLOW_UP, OUT_OF_ROLE
+from ia_mech.judge.rubric import CANNOT_ASSESS, FOLLOW_UP, NO_FOLLOW_UP, OUT_OF_ROLE
 from ia_mech.likelihood.carried import CANDIDATES, QueryBits, bits_by_query
 from ia_mech.likelihood.reaction import by_query
 from ia_mech.rates.gate import VERDICTS
 from ia_mech.rates.load import JudgedTurns
 from ia_mech.run import Run
+from ia_mech.run.labelled import FAILED
 from ia_mech.run.labels import KEY
 from ia_mech.run.queries import Query
 
@@ -380,12 +381,13 @@ RATE, SIBLINGS, EXCESS = "follow-ups", "follow-ups after siblings", "excess over
 
 def parts_of(turns: pd.DataFrame, category: str) -> pd.DataFrame:
     """Of turns, 1 or 0: whether they are of the category, stay in the user's role, and are of the
-    category once they do (NaN of turns out of role). NaN without a verdict."""
+    category once they do (NaN of turns out of role). NaN without a verdict, and of the role by a
+    judge that says only whether turns are follow-ups."""
     told = turns["category"].astype(object)
-    whole, inside = (
-        is_so.astype(float).where(told.isin(ASSESSED))
-        for is_so in (told == category, ~told.isin(OUT_OF_ROLE))
-    )
+    assessed = told.notna() & ~told.isin([FAILED, CANNOT_ASSESS])
+    roles = assessed & (told != NO_FOLLOW_UP).all()
+    whole = (told == category).astype(float).where(assessed)
+    inside = (~told.isin(OUT_OF_ROLE)).astype(float).where(roles)
     return pd.DataFrame({"share": whole, IN_ROLE: inside, ONCE_IN_ROLE: whole.where(inside.eq(1))})
 
 

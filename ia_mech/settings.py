@@ -434,7 +434,7 @@ class Settings:
                 f"{fewer[-1]} drawn tokens, but turns have at most {self.max_new_tokens}",
                 "give fewer, or a larger --max-new-tokens",
             )
-        if self.first_tokens and (len(self.temperatures) > 1 or counts != [ALL]):
+        if self.first_tokens and (len(self.temperatures) != 1 or counts != [ALL]):
             raise UserError(
                 "each of the first tokens is gone on from greedily, by their probability at one "
                 "temperature",

@@ -86,7 +86,7 @@ def cross_evaluate(
         UserError: no unit can be tested with a probe of another unit, or states can't be read.
     """
     settings, progress = settings or AnalysisSettings(), progress or Quiet()
-    pairs, notes = _pairs(outcome, units)
+    pairs, notes = pairs_of(outcome, units)
     problems = [_problem(outcome, units[one], units[other], settings) for one, other in pairs]
     places = list(product(hidden.layers, hidden.positions))
 
@@ -154,7 +154,7 @@ def _problem(
     return rows, Design(own, folds, labels, trained, tested)
 
 
-def _pairs(
+def pairs_of(
     outcome: Outcome, units: Mapping[str, np.ndarray]
 ) -> tuple[list[tuple[str, str]], list[str]]:
     """The names of the training and test unit of every entry, and notes."""

@@ -170,9 +170,11 @@ def _train(args: argparse.Namespace) -> None:
     from probes import show
     from probes.analysis import AnalysisSettings, analyse
     from probes.controls import controls_of
-    from probes.cross_evaluate import cross_evaluate, units_of, with_transfer
+    from probes.cross_evaluate import cross_evaluate, pairs_of, units_of, with_transfer
 
     units = units_of(data) if args.transfer else {}
+    if units:
+        pairs_of(data.outcome, units)  # refused before anything is fitted
     settings = AnalysisSettings(
         permutations=args.permutations,
         level=args.level,

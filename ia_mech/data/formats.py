@@ -655,8 +655,9 @@ def _shape(cells: Row) -> str:
     response = cells.like(cells.known, _NAMES["response"], _LIKE_RESPONSE) or "NAME"
     messages = next((n for n, v in cells.known.items() if has_roles(as_list(v))), "NAME")
     query, response, messages = (shell_word(name) for name in (query, response, messages))
-    for name in cells.known:
-        close = get_close_matches(name, looked_for, 1, MISTYPED)
+    for name, value in cells.known.items():
+        kind = _NAMES["query"] if isinstance(value, str) else _NAMES["messages"]
+        close = get_close_matches(name, kind, 1, MISTYPED)
         if close and not name.startswith(close[0]):  # conversation_a is no slip
             raise UserError(
                 f"{cells.place}: columns not recognised (found: {cells.found}, did you mean "

@@ -85,7 +85,8 @@ def run_judge(args: argparse.Namespace) -> int:
     if not (rows["status"] == JUDGED).any():
         print("no turn could be judged, for the reasons above: fix them, then judge again")
         return NOTHING
-    print(f"next: {program()} rates {shell_word(args.run)}{run.labels.flag(name)}")
+    if not run.settings["first_tokens"]:  # its turns are no sample
+        print(f"next: {program()} rates {shell_word(args.run)}{run.labels.flag(name)}")
     return 0
 
 

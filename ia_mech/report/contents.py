@@ -200,6 +200,8 @@ def missing(run: Run, folders: Sequence[Path], judge: str | None) -> str:
     by the ``judge``, or the labels of one. Empty if it lacks none."""
     if judge is None:
         return f"judge run {shell_word(run.path)}"
+    if run.settings["first_tokens"]:  # its turns are no sample
+        return ""
     found = [read(folder).about for folder in folders]
     rated = {about.get("judge") for about in found if about["kind"].startswith("rates")}
     flag = run.labels.flag(judge)
@@ -230,6 +232,9 @@ def facts(run: Run) -> dict[str, str]:
     """How a run was sampled, with which software, and who judged it."""
     settings, model = run.settings, run.model
     temperatures = ", ".join(["greedy", *(f"{t:g}" for t in settings["temperatures"])])
+    each = f"{settings['samples']} samples each"
+    if settings["first_tokens"]:
+        each = "a greedy turn from each of the likeliest first tokens"
     found = {
         "run": run.name,  # a page names no folder of this machine
         "identity": run.identity_digest,
@@ -239,8 +244,7 @@ def facts(run: Run) -> dict[str, str]:
             run.counts["contexts"], sources_of(run.turns).nunique()
         ),
         "turns": f"{len(run.turns)}, at most {settings['max_new_tokens']} tokens each",
-        "temperatures": f"{temperatures}; {settings['samples']} samples each, seed "
-        f"{settings['seed']}",
+        "temperatures": f"{temperatures}; {each}, seed {settings['seed']}",
         "software": ", ".join(f"{k} {v}" for k, v in run.record["identity"]["software"].items()),
     }
     if skipped := run.record.get("skipped"):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ia_mech.estimates import all_datasets
 from ia_mech.judge.shown import RULE, labelled_turns, lines_of
-from ia_mech.rates.fit import highest, temperature
+from ia_mech.rates.fit import highest, starred, temperature
 from ia_mech.rates.gate import named
 from ia_mech.rates.latent import conclusion
 from ia_mech.rates.load import EVERY
@@ -82,5 +82,5 @@ def _sampling(run: Run, judge: str, folders: Sequence[Path]) -> str:
             found = result.estimates
             found = all_datasets(found[found["perturbation"] == UNPERTURBED])
             fit = highest(run.labels.record("judgements", judge))
-            return conclusion(found, about["settings"]["level"], fit)
+            return starred(conclusion(found, about["settings"]["level"], fit), fit)
     return ""

@@ -556,7 +556,8 @@ class Run:
                 + "".join([" --temperature", *(f" {one:g}" for one in temperatures)])
                 * (temperatures not in ([], [0])),
             )
-        whole = torch.stack([found[turn] for turn in wanted])
+        empty = torch.empty(0, len(layers), len(tokens), self.model["d_model"])
+        whole = torch.stack([found[turn] for turn in wanted]) if wanted else empty
         return whole[:, :, 0] if isinstance(words, str) and len(tokens) == 1 else whole
 
     def _chosen_layers(self, layer: Any) -> tuple[list[int], bool]:
