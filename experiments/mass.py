@@ -226,14 +226,18 @@ class Mass(Experiment):
                 yield group.mean(AFTER_WRONG, own[wrong], proportion=True, decoding=decoding)
 
     def _differences(self, own: pd.DataFrame, group: Group) -> Iterator[TidyEstimate]:
-        """What drawing adds to greedy turns, and how much of that the first token does."""
+        """What drawing adds to greedy turns, and how much of that the first token does. Of first
+        tokens it is a share of what is covered: what isn't counts neither way."""
+        covered = (1 - own[REST]).where(own[REST] < 1)
         for decoding in (FIRST, WHOLE):
             for quantity, of in ((RATE, SHARE), (IN_ROLE, IN_ROLE)):
                 drawn, greedy = own[f"{decoding} {of}"], own[f"{GREEDY} {of}"]
+                drawn = drawn / covered if decoding == FIRST else drawn
                 if drawn.notna().any():
                     pair = drawn, own["source"], greedy, own["source"]
                     yield paired_row(group, f"{quantity}{LESS}", *pair, decoding=decoding)
-        both = own[[f"{decoding} {SHARE}" for decoding in DECODINGS]].dropna()
+        both = own[[f"{decoding} {SHARE}" for decoding in DECODINGS]]
+        both = both.assign(**{f"{FIRST} {SHARE}": both[f"{FIRST} {SHARE}"] / covered}).dropna()
         if len(both):
             base, first, whole = both.to_numpy(float).T
             sources = own.loc[both.index, "source"]
@@ -295,9 +299,9 @@ class Mass(Experiment):
             parts | {RATE + LESS: ("minus greedy", "+.2f")},
             index=("dataset", "decoding"),
             rows="conversations",
-            legend=f"{FIRST}: the follow-up mass; what is not covered may add to it. Once in role: "
-            "follow-ups by turns that neither repeat the conversation nor speak as the assistant."
-            + of_run,
+            legend=f"{FIRST}: the follow-up mass; what is not covered may add to it, and minus "
+            "greedy is of what is covered. Once in role: follow-ups by turns that neither repeat "
+            "the conversation nor speak as the assistant." + of_run,
         )
         return [
             *whole[:1],

@@ -119,9 +119,9 @@ class Moved(Unit):
         scores = scored_under(model, self.context, self.directions, self.doses)
         log = np.array([one.whole for one in scores], dtype=np.float64)
         p = np.exp(log_softmax(log / self.temperature, axis=1)[:, list(self.firsts)])
-        of_mass, of_role = (p @ np.array(self.labels)).T
+        of_mass, of_role = (p @ np.array(self.labels)).T.clip(0, 1)  # rounding
         kl = (np.exp(log) * (log - log[0])).sum(1)
-        values = {OF_MASS: of_mass, OF_ROLE: of_role, REST: 1 - p.sum(1), KL: kl}
+        values = {OF_MASS: of_mass, OF_ROLE: of_role, REST: (1 - p.sum(1)).clip(0, 1), KL: kl}
         return pd.DataFrame({"draw": range(len(log)), **values})
 
 

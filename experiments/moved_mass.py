@@ -42,6 +42,8 @@ from ia_mech.estimates import Group, TidyEstimate, all_datasets, by_dataset, hol
 from ia_mech.run import Run, layout
 from ia_mech.stats import Estimate, dyadic_test
 
+OF_COVERED = "donors' own difference, of what is covered"
+
 
 @dataclass(frozen=True)
 class MassUnder(Unit):
@@ -167,6 +169,7 @@ class MovedMass(FollowUps):
         tokens = mass.first_tokens(run, self.gate.judge).dropna(subset=[SHARE])
         own, greedy = f"{mass.FIRST} {SHARE}", f"{mass.GREEDY} {SHARE}"
         every = mass.masses(tokens).dropna(subset=[own, greedy])
+        every = every[every["context_id"].isin(self._as_they_are(run))]
         self.contexts = every.assign(**{CHOOSING: every[own]}).reset_index(drop=True)
         self.openings = dict(list(tokens.groupby("context_id", sort=False)))
         self.donors = self.with_donors(self.contexts[greedy] == 0)
@@ -183,6 +186,24 @@ class MovedMass(FollowUps):
             "recipients: their greedy turn is no follow-up. A conversation is a donor at most "
             f"{most} times."
         )
+
+    def _as_they_are(self, masses: Run) -> set[str]:
+        """The runs' contexts that have a mass.
+
+        Raises:
+            UserError: one was another when its mass was measured.
+        """
+        keys = ["dataset", "context_id"]
+        mine = pd.concat([run.contexts[[*keys, "token_ids"]] for run in self.runs])
+        both = mine.merge(masses.contexts[[*keys, "token_ids"]], on=keys)
+        pairs = zip(both["token_ids_x"], both["token_ids_y"], strict=True)
+        if not all(np.array_equal(*pair) for pair in pairs):
+            path = self.runs[0].path
+            raise UserError(
+                f"{masses.path} holds masses of other conversations than {path}",
+                f"remove it, and run ia-mech mass {shell_word(path)} again",
+            )
+        return {*both["context_id"]}
 
     # -- measured ---------------------------------------------------------------------------------
 
@@ -257,6 +278,12 @@ class MovedMass(FollowUps):
             found.append(own.mean(OWN_MASS, each[f"mass {HIGH}"] - each[f"mass {LOW}"]))
             last = rows[here & (rows["term"] == HEADER_LAST)]
             found += half_moved(last, dataset, self.args.level)
+            last = last[last["layer"] == self.depth]
+            held = {arm: last[arm] / last[f"{COVERED} {arm}"] for arm in (HIGH, LOW)}
+            queries = (last[name] for name in ("source", f"query {HIGH}", f"query {LOW}"))
+            test = dyadic_test(held[HIGH] - held[LOW], *queries, level=self.args.level)
+            own = Group(last["source"].to_numpy(), self.options, {"dataset": dataset})
+            found.append(own.row(OF_COVERED, test.difference, len(last), p=test.p, test=test.test))
         return holm_corrected(found, lambda row: (row.quantity, row.names["dataset"], trivial(row)))
 
     # -- shown ------------------------------------------------------------------------------------
@@ -285,7 +312,9 @@ class MovedMass(FollowUps):
         )
         words = "the donors' own first tokens differ in follow-up mass by"
         sentence = self.tested(words, only(whole, DONORS), most=1)
-        if len(half := only(whole, HALF)):
+        covered = only(whole, OF_COVERED)
+        sentence += f" {self.tested('as a share of what is covered, by', covered, most=1)}"
+        if len(half := only(whole, HALF)) and (covered["p_holm"] <= 1 - level).all():
             layers = half.loc[half["value"] > 1 - level, "layer"].tolist()
             last = only(whole, MOVED, term=HEADER_LAST).set_index("layer")["value"]
             above = last > last[self.depth] / 2

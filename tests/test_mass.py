@@ -140,7 +140,7 @@ def test_estimates_are_means_over_contexts_and_once_in_role_is_their_ratio(out):
     assert estimate(out, IN_ROLE, FIRST)["value"] == pytest.approx(role.mean())
     assert estimate(out, ONCE_IN_ROLE, FIRST)["value"] == pytest.approx(share.sum() / role.sum())
     assert estimate(out, REST, FIRST)["value"] == pytest.approx(each[REST].mean())
-    less = (share - each[f"{GREEDY} {SHARE}"]).mean()
+    less = (share / (1 - each[REST]) - each[f"{GREEDY} {SHARE}"]).mean()
     assert estimate(out, RATE + LESS, FIRST)["value"] == pytest.approx(less)
     rise = estimate(out, RATE + LESS, WHOLE)["value"]
     assert estimate(out, mass.HELD, FIRST)["value"] == pytest.approx(less / rise)
