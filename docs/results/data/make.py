@@ -22,7 +22,7 @@ import pandas as pd
 from scipy.stats import t as student_t
 
 from experiments.change import OWN
-from experiments.control import ARMS
+from experiments.control import ARMS, COVERED
 from experiments.locate import ALL_LAYERS, ALL_WRITTEN, PART_SITES
 from experiments.outcome import (
     IN_ROLE,
@@ -149,7 +149,7 @@ def drawn(run: Run, folder: Path) -> dict[str, pd.DataFrame]:
         tables["first_tokens"] = pd.read_parquet(first)[columns]
     moved = results / "interchange-mass/rows.parquet"
     if moved.is_file():
-        parts = ["", f"{IN_ROLE} ", "own ", "query "]
+        parts = ["", f"{IN_ROLE} ", f"{COVERED} ", "own ", "query "]
         columns = [f"{part}{arm}" for part in parts for arm in ARMS]
         tables["layers"] = pd.read_parquet(moved)[["source", "layer", "unchanged", *columns]]
     renamed = {"context_id": "context", "drawn_tokens": "drawn"}
