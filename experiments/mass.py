@@ -103,8 +103,14 @@ def masses(tokens: pd.DataFrame) -> pd.DataFrame:
         held = (tokens["p"] * tokens[name]).groupby(tokens["context_id"], sort=False)
         found[f"{FIRST} {name}"] = held.sum(min_count=1).clip(upper=1)  # rounding
         found[f"{GREEDY} {name}"] = likeliest[name]
-    assessed = tokens["p"].where(tokens[SHARE].notna(), 0.0)
-    found[REST] = (1 - assessed.groupby(tokens["context_id"], sort=False).sum()).clip(lower=0)
+    covered, shown = (
+        tokens["p"].where(tokens[name].notna(), 0.0).groupby(tokens["context_id"], sort=False).sum()
+        for name in (SHARE, AFTER_WRONG)
+    )
+    found[REST] = (1 - covered).clip(lower=0)
+    # Of turns that weren't assessed after a wrong conversation nothing is known, either.
+    wrong = found[f"{FIRST} {AFTER_WRONG}"] * covered / shown.where(shown > 0)
+    found[f"{FIRST} {AFTER_WRONG}"] = wrong.clip(upper=1)
     found[MODE] = likeliest["p"]
     return found.reset_index()
 
