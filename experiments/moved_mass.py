@@ -313,7 +313,7 @@ class MovedMass(FollowUps):
         words = "the donors' own first tokens differ in follow-up mass by"
         sentence = self.tested(words, only(whole, DONORS), most=1)
         covered = only(whole, OF_COVERED)
-        sentence += f" {self.tested('as a share of what is covered, by', covered, most=1)}"
+        sentence += f" {self.tested('as a share of what is covered, that is', covered, most=1)}"
         if len(half := only(whole, HALF)) and (covered["p_holm"] <= 1 - level).all():
             layers = half.loc[half["value"] > 1 - level, "layer"].tolist()
             last = only(whole, MOVED, term=HEADER_LAST).set_index("layer")["value"]
