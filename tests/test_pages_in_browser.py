@@ -445,7 +445,9 @@ def rendered_turns(contexts: pd.DataFrame, turns: pd.DataFrame) -> str:
         "report",
         packed(columns_of(contexts, turns, ["run"])),
         **dict.fromkeys(("title", "description", "turns_note", "version"), "t"),
-        **dict.fromkeys(("cards", "commands", "without_results", "rubric", "words"), ()),
+        **dict.fromkeys(
+            ("cards", "commands", "without_results", "rubric", "words", "conclusions"), ()
+        ),
         heading=heading,
         several=False,
         judge_card="",

@@ -393,7 +393,7 @@ unpacked().then((data) => {
       if (head === "condition" && !values(head).includes(cell)) return {};
       const field = `data: ${head === "dataset" && by ? by : head}`; // a field by whose values rates are grouped
       const wanted = {
-        temperature: temperature(at), condition: head === "condition" && cell, [field]: cell, dataset: values(field).length ? "" : cell, run: cell,
+        temperature: temperature(at), condition: ["condition", "what"].includes(head) && cell, [field]: cell, dataset: values(field).length ? "" : cell, run: cell,
         [category]: heading(named || cell),
         "shown after": head === "decoy" && row.get("quantity") !== "rate_after_own" && SHOWN_AFTER[DECOYS.indexOf(cell)],
       };
@@ -411,7 +411,7 @@ unpacked().then((data) => {
       continue;
     }
     const own = values("run").includes(side.dataset.run) ? { run: side.dataset.run } : {};
-    const changed = [...side.querySelectorAll("th")].some((head) => head.textContent === "condition");
+    const changed = [...side.querySelectorAll("td")].some((cell) => values("condition").includes(cell.textContent.trim()));
     if (changed && values("condition").length) own.condition = ""; // all of them, where a link names none
     const name = `category${byJudge(side.dataset.judge)}`;
     if (side.dataset.judge && values(name).length) {
