@@ -40,6 +40,7 @@ ROWS = [
     for context in range(6)
     for temperature, drawn in ((0.0, None), (0.7, None), (1.3, 2))
 ]
+ROWS += [Row(4, 0.7, stream_key(1, "s4", 0), drawn=1, first=nth) for nth in (0, 1, 5)]
 
 
 KERNELS: list[bool] = []  # whether the kernels are used, and not their definition

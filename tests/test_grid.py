@@ -1,6 +1,5 @@
 """Either outcome of either change, in models whose routes are known."""
 
-import copy
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +13,7 @@ from conftest import Silent
 from judging import FakeJudge
 from runs import sampled as made_run
 from shell import call, refusal
+from tiny import blank
 
 from experiments import interchange, locate
 from experiments.change import HEADER, OWN, QUERY, RESPONSE, Cell, Replaced, Whole
@@ -37,18 +37,13 @@ def planted(small: Subject, folder) -> Subject:
     """A model whose turns have two tokens. The first is drawn by what the header's last state has
     of z and q: ``?`` is in role. The second is drawn by what that token itself reads of x and w in
     the response: ``+`` follows up."""
-    model = copy.deepcopy(small.model)
+    model = blank(small.model)
     letters, (role, out), (follows, generic) = (
         [small.tokenizer.convert_tokens_to_ids(text) for text in texts]
         for texts in (LETTERS, "?!", "+-")
     )
     unit = model.config.hidden_size**-0.5
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-        for module in model.modules():
-            if type(module).__name__.endswith("RMSNorm"):
-                module.weight.fill_(1.0)
         table, logits = model.model.embed_tokens.weight, model.lm_head.weight
         table[:, 0] = 1.0
         table[[role, out], IS_TURN] = 1e4

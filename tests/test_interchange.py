@@ -1,6 +1,5 @@
 """States put in: planted models, donors and shares against loops, the level, and the command."""
 
-import copy
 import json
 from types import SimpleNamespace
 
@@ -13,6 +12,7 @@ from conftest import Silent
 from judging import FakeJudge
 from runs import sampled as made_run
 from shell import call, refusal
+from tiny import blank
 
 import ia_mech.engine.state as state
 from experiments.control import (
@@ -52,15 +52,10 @@ QUERIES, SAMPLES = 16, 32
 def planted(small: Subject, odds: tuple[float, float], folder) -> Subject:
     """A model whose turn is a token: a follow-up with these log-odds, by the mood that the last
     token of the header has after block 3. All other tokens have the mood, too; none reads it."""
-    model = copy.deepcopy(small.model)
+    model = blank(small.model)
     ids = [small.tokenizer.convert_tokens_to_ids(text) for text in (*MOODS, FOLLOWS, OTHER)]
     width = model.config.hidden_size
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-        for module in model.modules():
-            if type(module).__name__.endswith("RMSNorm"):
-                module.weight.fill_(1.0)
         model.model.embed_tokens.weight[:, 0] = 1.0
         attention = model.model.layers[BLOCK - 1].self_attn  # alike to all tokens before
         logits = model.lm_head.weight

@@ -5,8 +5,6 @@ row of a table. Attention adds nothing; one block adds a known vector, so that t
 one table before it and another one after it. What greedy opens with is unlikely before.
 """
 
-import copy
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -16,6 +14,7 @@ from conftest import Silent
 from runs import sampled
 from scipy.special import log_softmax
 from test_temperature_sweep import judged, sweep_of
+from tiny import blank
 
 from experiments.outcome import GREEDY
 from ia_mech.engine.workers import Team
@@ -35,18 +34,13 @@ class Planted:
     """The model, and its tables ``[classes, vocab]`` of logits before and after the block."""
 
     def __init__(self, tiny: Subject) -> None:
-        model = copy.deepcopy(tiny.model)
+        model = blank(tiny.model)
         vocab = model.config.vocab_size
         rng = np.random.default_rng(3)
         first, added = 0.25 * rng.standard_normal((2, CLASSES, vocab))
         each = np.arange(CLASSES)
         first[each, LIKELIEST + each], added[each, LIKELIEST + each] = -2.0, 3.5
         with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.zero_()
-            for module in model.modules():
-                if type(module).__name__.endswith("RMSNorm"):
-                    module.weight.fill_(1.0)
             ids = torch.arange(vocab)
             model.model.embed_tokens.weight[ids, ids % CLASSES] = 1.0
             mlp = model.model.layers[BLOCK - 1].mlp

@@ -4,7 +4,6 @@ content of a turn are decided, and the follow-up mass and drawn tokens tell them
 ``!`` in a turn is out of role; ``+`` follows up. At T = 0.7 the likelier of two tokens has 0.6.
 """
 
-import copy
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +15,7 @@ import torch
 from conftest import Silent
 from judging import FakeJudge
 from runs import sampled
+from tiny import blank
 
 from experiments import mass, study
 from experiments.mass import COUNTED, FIRST, GREEDY, HELD, RATE, REST, WHOLE
@@ -69,13 +69,8 @@ class Marked(FakeJudge):
 
 def planted(tiny: Subject, table: dict, folder: Path) -> Subject:
     """The model of a table, whose lines end with the turn where they name nothing."""
-    model, find = copy.deepcopy(tiny.model), tiny.tokenizer.convert_tokens_to_ids
+    model, find = blank(tiny.model), tiny.tokenizer.convert_tokens_to_ids
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-        for module in model.modules():
-            if type(module).__name__.endswith("RMSNorm"):
-                module.weight.fill_(1.0)
         embedded, logits = model.model.embed_tokens.weight, model.lm_head.weight
         unit = model.config.hidden_size**-0.5  # a state's length after the norm is its inverse
         embedded[:, 0] = 1.0

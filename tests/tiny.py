@@ -5,6 +5,7 @@ error in a mask or a position shows, and greedy decoding doesn't settle on one t
 interaction awareness can be read off them.
 """
 
+import copy
 import functools
 
 import torch
@@ -164,6 +165,19 @@ def fresh(architecture: str, **sizes) -> PreTrainedModel:
         config, dtype=torch.float32, attn_implementation=attention
     )
     return made.eval().requires_grad_(False)
+
+
+def blank(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy that adds nothing to a token's embedding, all of whose weights are 0, but for norms
+    that only scale: to plant something in."""
+    made = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.zero_()
+        for module in made.modules():
+            if type(module).__name__.endswith("RMSNorm"):
+                module.weight.fill_(1.0)
+    return made
 
 
 def wrapper(architecture: str, vocab: int = VOCAB) -> PreTrainedModel:
