@@ -6,9 +6,9 @@ to the state of the header's last token. It is tried on the other half. After th
 places. The follow-up mass is the probability of the same tokens; the greedy turn is written under
 the vector and judged anew. The control is a vector that is learned in the same way from as many
 first tokens, whose labels have changed places at random within each conversation. Each vector has
-the dose at which its KL at the header is the same (--kl) on the queries that it was learned from;
-the KL on the others is reported. Labels of first tokens are those of turns without a vector.
-Intervals are over queries, for these very vectors.
+the dose at which its KL at the header is the same (--kl) on the first 24 conversations of the
+queries that it was learned from; the KL on the others is reported. Labels of first tokens are those
+of turns without a vector. Intervals are over queries, for these very vectors.
 
 Needs: ``ia-mech mass`` of the same runs and judge, and a model whose passes have gradients. Cost:
 minutes (135M, two cores), and two greedy turns after each conversation.

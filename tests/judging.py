@@ -1,6 +1,9 @@
 """What the tests of judges share: items, judges without a server or for the stub, verdicts."""
 
+import hashlib
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 from stub_server import StubServer
 
@@ -46,6 +49,25 @@ class Recorded(Quiet):
 
     def stop(self) -> None:
         self.stopped += 1
+
+
+def by_chance(self, items) -> list[Verdict]:
+    """A judge that accepts half of all turns, by what was said and after what."""
+    texts = [f"{item.response}\0{item.turn}".encode(errors="surrogatepass") for item in items]
+    heads = [hashlib.sha256(text).digest()[0] % 2 == 0 for text in texts]
+    return [Verdict(FOLLOW_UP if head else "new_topic") for head in heads]
+
+
+def judged_by_chance(run: Run, folder: Path, monkeypatch) -> Run:
+    """A copy of a run, judged by :func:`by_chance` in place of the built-in judge."""
+    from ia_mech.judge import builtin_judge
+    from ia_mech.judge.builtin import BuiltInJudge
+    from ia_mech.judge.judging import label_run
+
+    monkeypatch.setattr(BuiltInJudge, "judge", by_chance)
+    copied = Run.open(shutil.copytree(run.path, folder))
+    label_run(copied, builtin_judge(), "builtin", Quiet())
+    return copied
 
 
 BILLED = {"prompt_tokens": 100, "completion_tokens": 7, "cost": 0.25}

@@ -122,6 +122,7 @@ def test_caches_and_tables_follow_each_layers_device(architecture, share, gpus):
 def test_rows_and_scores_over_two_devices_equal_those_on_one(gpus):
     model, cpu = over_two("llama"), tiny.model("llama")
     rows = [Row(c, t, stream_key(0, "s", c)) for c in (2, 0) for t in (0.0, 0.8)]
+    rows += [Row(c, 0.8, stream_key(0, "s", c), drawn=1, first=2) for c in (1, 2)]
     turns = [
         Turn(c, tiny.prompt(n, seed=n), borrowed=Borrowed(0, (2, 3)))
         for c, n in ((1, 6), (2, 9), (1, 1))

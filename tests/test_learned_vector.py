@@ -1,7 +1,5 @@
 """``experiments.learned_vector``: gradients, the choice of a layer, a planted gate, the command."""
 
-import hashlib
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +10,7 @@ import planted_gate as planted
 import pytest
 import tiny
 import torch
-from conftest import Silent
+from judging import judged_by_chance
 from shell import call, refusal
 
 from experiments.control import best_elsewhere
@@ -33,11 +31,6 @@ from experiments.outcome import EXCESS, RATE, SIBLINGS
 from ia_mech.engine.intervene import Add
 from ia_mech.engine.score import Turn
 from ia_mech.errors import UserError
-from ia_mech.judge import builtin_judge
-from ia_mech.judge.builtin import BuiltInJudge
-from ia_mech.judge.judging import label_run
-from ia_mech.judge.rubric import FOLLOW_UP
-from ia_mech.judge.verdict import Verdict
 from ia_mech.rates.load import NO_ANNOTATOR, read_runs
 from ia_mech.run import Run
 from ia_mech.stats import cluster_bootstrap
@@ -206,20 +199,9 @@ def test_nothing_is_found_where_nothing_is_behind_the_gate():
 # -- the command -----------------------------------------------------------------------------------
 
 
-def by_chance(self, items) -> list[Verdict]:
-    """A judge that accepts half of all turns, by what was said and after what."""
-    texts = [f"{item.response}\0{item.turn}".encode(errors="surrogatepass") for item in items]
-    heads = [hashlib.sha256(text).digest()[0] % 2 == 0 for text in texts]
-    return [Verdict(FOLLOW_UP if head else "new_topic") for head in heads]
-
-
 @pytest.fixture
 def run(siblings, tmp_path, monkeypatch) -> Run:
-    """A judged run."""
-    monkeypatch.setattr(BuiltInJudge, "judge", by_chance)
-    run = Run.open(shutil.copytree(siblings.path, tmp_path / "run"))
-    label_run(run, builtin_judge(), "builtin", Silent())
-    return run
+    return judged_by_chance(siblings, tmp_path / "run", monkeypatch)
 
 
 def test_the_command_holds_what_a_half_learned_against_the_other_half(run, tmp_path, capfd):

@@ -1,7 +1,5 @@
 """``experiments.mass_vector``: masses under a vector, and the command that learns it."""
 
-import hashlib
-import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,7 +8,7 @@ import pandas as pd
 import pytest
 import tiny
 import torch
-from conftest import Silent
+from judging import judged_by_chance
 from shell import call, refusal
 
 from experiments.experiment import Model
@@ -29,11 +27,6 @@ from experiments.mass_vector import (
 )
 from ia_mech import results
 from ia_mech.estimates import frame_of
-from ia_mech.judge import builtin_judge
-from ia_mech.judge.builtin import BuiltInJudge
-from ia_mech.judge.judging import label_run
-from ia_mech.judge.rubric import FOLLOW_UP
-from ia_mech.judge.verdict import Verdict
 from ia_mech.run import Run
 from ia_mech.steering import SteeringVector
 
@@ -61,20 +54,9 @@ def test_a_vector_that_is_learned_from_first_tokens_moves_their_mass_at_its_kl()
     assert plain[OF_MASS].iloc[0] == pytest.approx(float(p[list(LIKED)].sum()), rel=1e-4)
 
 
-def by_chance(self, items) -> list[Verdict]:
-    """A judge that accepts half of all turns, by what was said and after what."""
-    texts = [f"{item.response}\0{item.turn}".encode(errors="surrogatepass") for item in items]
-    heads = [hashlib.sha256(text).digest()[0] % 2 == 0 for text in texts]
-    return [Verdict(FOLLOW_UP if head else "new_topic") for head in heads]
-
-
 @pytest.fixture
 def run(siblings, tmp_path, monkeypatch) -> Run:
-    """A judged run."""
-    monkeypatch.setattr(BuiltInJudge, "judge", by_chance)
-    run = Run.open(shutil.copytree(siblings.path, tmp_path / "run"))
-    label_run(run, builtin_judge(), "builtin", Silent())
-    return run
+    return judged_by_chance(siblings, tmp_path / "run", monkeypatch)
 
 
 def measured(run: Run) -> None:

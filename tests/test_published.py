@@ -607,14 +607,15 @@ def found_sentences(short: bool) -> list[str]:
     conversation nor speak as the assistant), {role[1]}% if the first token alone is drawn, and
     {role[ALL]}% if all are; {new[0]}%, {new[1]}% and {new[ALL]}% are follow-ups. Among turns in
     role no rise is shown. gemma-3-270m, which saw no chats, is kept in role, too
-    ({in_gemma[0]}% to {in_gemma[1]}%).
+    ({in_gemma[0]}% to {in_gemma[1]}% by the built-in judge).
 
-    **What a turn says is read from the response; a vector at the header's last token brings it
-    out.** Of the {all_q} bits that a sampled Qwen turn tells about its response, the response's
-    keys and values alone keep {own_q} ({own_new} in newly written turns), the header's {head_q}. In
-    SmolLM2, a vector that was learned on other queries raises greedy follow-ups from {steered[0]}%
-    to {steered[1]}% (control: {steered[2]}%). After which layer the first token is settled isn't
-    shown yet."""
+    **What a turn says is read from the response's tokens.** Of the {all_q} bits that a sampled Qwen
+    turn tells about its response, the response's keys and values alone keep {own_q} ({own_new} in
+    newly written turns), the header's {head_q}.
+
+    **A vector at the header's last token brings out follow-ups in SmolLM2.** Learned on other
+    queries, it raises greedy ones from {steered[0]}% to {steered[1]}% (control: {steered[2]}%). One
+    layer was tried. After which layer Qwen's first token is settled isn't shown."""
     said = f"""{readers[0]}% of Qwen2.5-Coder-1.5B's greedy user turns are follow-ups, and
     {readers[1]}% of its sampled turns are; in SmolLM2-135M no rise is shown.
 
