@@ -6,8 +6,8 @@ to the state of the header's last token. It is tried on the other half. After th
 places. The follow-up mass is the probability of the same tokens; the greedy turn is written under
 the vector and judged anew. The control is a vector that is learned in the same way from as many
 first tokens, whose labels have changed places at random within each conversation. Each vector has
-the dose at which its KL at the header is the same (--kl) on the first 24 conversations of the
-queries that it was learned from; the KL on the others is reported. Labels of first tokens are those
+the dose at which its KL at the header is the same (--kl) on 24 conversations, drawn from those
+that it was learned from; the KL on the others is reported. Labels of first tokens are those
 of turns without a vector. Intervals are over queries, for these very vectors.
 
 Needs: ``ia-mech mass`` of the same runs and judge, and a model whose passes have gradients. Cost:
@@ -62,7 +62,7 @@ GREEDY, GREEDY_ROLE, KL = "greedy follow-ups", "greedy in role", "KL at the head
 SHARES = OF_MASS, OF_ROLE, GREEDY, GREEDY_ROLE
 LESS = {PERMUTED: "minus permuted", UNSTEERED: "minus unsteered"}
 DRAWN = 8  # first tokens of a context to learn from, drawn by their probability
-DOSED = 24  # contexts, at most, on which a dose is sought
+DOSED = 24  # contexts, at most, drawn to seek a dose on
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,9 @@ class MassVector(Vectors):
         return self.learning(half, term, contexts)
 
     def _dosing(self, half: int, learned: pd.DataFrame) -> Dosing:
-        contexts = tuple(map(self.before, self.of(half)[:DOSED]))
+        own = self.of(half)
+        some = np.random.default_rng([self.args.seed, 6, half]).permutation(len(own))[:DOSED]
+        contexts = tuple(self.before(own[at]) for at in sorted(some))
         tokens = sum(len(one.ids) for one in contexts)
         along = tuple(tuple(one) for one in learned.loc[learned["half"] == half, "direction"])
         return Dosing(f"half {half + 1}", "", tokens, contexts, along, self.args.kl)
