@@ -30,7 +30,7 @@ from ia_mech.stats import LEAST_SHOWN
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FLOOR = "the judge's floor"  # a line among those of datasets
+FLOOR = "after a wrong conversation"  # a line among those of datasets
 LEAST = queries_needed()  # the fewest queries that can show anything
 DETECTABLE = (
     "Minimum detectable: 80 of 100 repetitions would show a true difference of this size (80% "

@@ -133,13 +133,14 @@ def test_figures_of_a_judges_rate_show_its_floor_and_excess(gate):
     floors = [row | {"temperature": float(at)} for at, row in enumerate(floors)]
     figure = experiment.figures(frame({"quantity": RATE}, *floors))["rates"].draw()
     (axes,) = figure.axes
-    drawn = [line for line in axes.lines if line.get_label() == "the judge's floor"]
+    drawn = [line for line in axes.lines if line.get_label() == "after a wrong conversation"]
     if gate is WITHOUT:
-        assert drawn == [] and axes.get_title() == "m\njudge planted: no decoys"
+        assert drawn == [] and axes.get_title() == "m\njudge planted, shown no wrong conversation"
         return
     assert drawn[0].get_xdata().tolist() == [0, 1] and drawn[0].get_ydata().tolist() == [0.1, FLOOR]
     assert " ".join(axes.get_title().split()) == (
-        "m judge planted: undecided (40 decoys), excess over its floor +0.09 [-0.02, +0.20]"
+        "m judge planted, own conversations told from wrong ones: undecided, by +0.09 "
+        "[-0.02, +0.20]"
     )
 
 

@@ -104,7 +104,11 @@ def test_conversations_that_dont_look_english_are_counted_beside_the_built_in_ju
 ):
     file = tmp_path / "chats.jsonl"
     pairs = [
-        ("Was tun, wenn die Kette quietscht?", "Reinige sie, dann gib Öl auf jedes Glied."),
+        (
+            "Was kann ich tun, wenn die Kette meines Fahrrads seit Tagen quietscht?",
+            "Reinige sie zuerst mit einem Tuch, dann gib Öl auf jedes Glied und wische ab.",
+        ),
+        ("Und der Sattel?", "Fette die Stütze."),  # too few words to tell
         ("自転車のチェーンがうるさい。", "油をさしてください。"),
         ("What do I do if the chain squeaks?", "Clean it, and put oil on each of its links."),
         ("Solve x + 4 = 9", "x = 5"),

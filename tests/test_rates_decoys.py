@@ -101,7 +101,7 @@ def test_sentence_and_control_follow_the_gate(run):
     follow_up = planted(run, 0.95)
     judged = judged_by(run, lambda item: FOLLOW_UP if item in follow_up else NEW)
     assert (
-        "conversation from a wrong one (gate passed: the follow-up rate minus that after wro"
+        "conversation from a wrong one, of another query (the follow-up rate minus that after wr"
         in judged.gate.short
     )
     found = result(judged)
@@ -119,7 +119,7 @@ def test_verdicts_without_decoys_have_no_floor(run):
     assert judged.gate.word == "no decoys" and judged.decoys.empty
     found = result(judged)
     assert set(found.estimates["gate"]) == {"no decoys"} and found.estimates["decoy"].isna().all()
-    assert "is unknown: no turn was shown" in found.control
+    assert "Nothing controls judge planted: no turn was shown" in found.control
 
 
 def test_perturbed_contexts_do_not_decide():
@@ -175,7 +175,7 @@ def test_a_pair_with_an_unassessed_verdict_leaves_and_is_counted(run):
     lost = {items[0], *others}  # the own turn of one conversation and one sibling; two decoys
     judged = judged_by(run, lambda item: CANNOT_ASSESS if item in lost else FOLLOW_UP)
     assert (judged.gate.decoys, judged.gate.siblings.decoys) == (117, 119)
-    assert any(note.startswith("4 of 240 decoys are left out") for note in judged.notes)
+    assert any(note.startswith("4 of 240 turns shown after wrong") for note in judged.notes)
 
 
 # -- apt and dependent ----------------------------------------------------------------------------

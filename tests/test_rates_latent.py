@@ -45,9 +45,7 @@ def test_a_rise_that_is_fewer_turns_out_of_role():
     said = verdict(rows)
     assert "hides, are shown at T = 0.7. From greedy turns to these" in said
     assert f"; staying in role makes {role:+.2f} [" in said
-    assert (
-        "Only the rate among turns in role can show awareness: that it rises is not shown." in said
-    )
+    assert "nor speak as the assistant, the rate is not shown to rise." in said
     assert "would have been shown" in said and "siblings" not in said
 
 
@@ -63,18 +61,13 @@ def test_fewer_copies_are_said_to_be_staying_in_role():
     together = f"rises by {rise} (p < 0.001); staying in role makes {role}, following up once in "
     assert f"{together}role {rest} (p = " in said
     assert "Latent follow-ups" in said and "are shown" in said
-    assert said.count("awareness") == 1
-    assert (
-        "Only the rate among turns in role can show awareness: that it rises is not shown." in said
-    )
+    assert said.count("Among turns in role") == 1
+    assert "nor speak as the assistant, the rate is not shown to rise." in said
 
 
 def test_turns_that_stay_in_role_more_often_and_follow_up_less_are_said_so():
     said = verdict(estimated(decoys((0.8, 0.1), (0.9, 0.5), queries=200)))
-    assert (
-        "are shown" in said
-        and "Only the rate among turns in role can show awareness: it falls." in said
-    )
+    assert "are shown" in said and "nor speak as the assistant, the rate falls." in said
     assert "would have been shown" not in said
 
 
@@ -82,7 +75,7 @@ def test_a_rise_among_the_turns_in_role():
     rows = estimated(decoys((0.3, 0.3), (0.2, 0.5)))
     assert rows["value"][2] == pytest.approx(0.21, abs=0.04)
     said = verdict(rows)
-    assert "are shown at T = 0.7" in said and "can show awareness: it rises." in said
+    assert "are shown at T = 0.7" in said and "nor speak as the assistant, the rate rises." in said
     fewer = verdict(estimated(decoys((0.3, 0.3), (0.5, 0.2))))
     assert "are not shown at T = 0.7" in fewer
 
@@ -107,7 +100,7 @@ def test_of_several_temperatures_the_best_is_corrected_for_all():
     assert "are shown at T = 0.7, the best of 2 temperatures." in verdict(found)
     assert conclusion(found).startswith("Sampling at T = 0.7 brings out follow-ups that greedy")
     assert conclusion(found.assign(p_holm=0.5)).endswith("greedy decoding hides is not shown.")
-    assert conclusion(found.assign(sources=24)).endswith("takes 50 queries; these are 24.")
+    assert conclusion(found.assign(sources=24)).startswith("24 queries can't tell whether")
     assert conclusion(found.assign(gate="failed")).startswith("Most of what this judge calls")
 
 
@@ -152,7 +145,7 @@ def test_a_rise_isnt_latent_where_the_gate_fails():
 def test_what_cant_be_told_isnt():
     rows = decoys((0.3, 0.3), (0.2, 0.5))
     few = verdict(estimated(rows[rows["source"] < 49]))
-    assert "hides, 50 queries are needed, and there are 49" in few
+    assert "49 queries can't tell whether" in few and "takes 50 queries (raise" in few
     for lacking in (rows[rows["temperature"] > 0], rows[rows["temperature"] == 0]):
         assert verdict(estimated(lacking)) == ""
     assert verdict(estimated(rows.assign(decoy="sibling"))) == ""
@@ -160,4 +153,4 @@ def test_what_cant_be_told_isnt():
     assert "are not shown" in nothing and "nan" not in nothing and "would have been" not in nothing
     plain = estimated(rows.assign(out_of_role=np.nan))  # a rubric without such categories
     assert plain["quantity"].tolist() == [RISE]
-    assert "in role" not in verdict(plain) and "awareness" not in verdict(plain)
+    assert "in role" not in verdict(plain)

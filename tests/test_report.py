@@ -109,6 +109,9 @@ def test_commands_of_missing_results_are_said_and_run(run, report):
         name, *words = line.removeprefix("next: ia-mech ").split()
         page = (run.path / "report.html").read_text()
         assert f"ia-mech {name}" in page and "There are no results yet" in page
+        conclusions = re.findall(r'<p class="conclusion">(.*?)</p>', page)
+        said = [outcome.out.splitlines()[0]] if labels else []
+        assert [one.replace("\u00a0", " ") for one in conclusions] == said
         turns = unpacked(page)["turns"]
         own = [text for text, decoy in zip(turns["text"], turns["decoy"], strict=True) if not decoy]
         assert own == [visible(text) for text in run.generations["text"]]
@@ -124,17 +127,23 @@ def test_commands_of_missing_results_are_said_and_run(run, report):
     said = run.labelled("builtin").groupby("temperature")["follow_up"].sum().astype(int)
     assert ending[0] == (
         f"By the built-in judge, {said[0.0]} of 12 greedy user turns, {said[0.7]} of 24 sampled at "
-        f"T = 0.7 and {said[1.0]} of 24 sampled at T = 1* are follow-ups (*: hotter than those "
-        "that it was fitted on). Telling whether sampling brings out more takes 50 queries; these "
-        "are 12."
+        f"T = 0.7 and {said[1.0]} of 24 sampled at T = 1* are follow-ups (*: the judge was fitted "
+        "on turns at T ≤ 0.7). 12 queries can't tell whether sampling brings out more: that takes "
+        "50."
+    )
+    assert re.fullmatch(
+        r"Control: shown after a wrong conversation \(one of another query\), \d+ of 60 turns "
+        "count as follow-ups.",
+        ending[1],
     )
     assert ending[-2:] == [
         f"page: {run.path / 'report.html'}",
         f"open it in a browser: {(run.path / 'report.html').as_uri()}",
     ]
     page = (run.path / "report.html").read_text()
-    top = page.partition('<p class="conclusion">')[2].partition("</p>")[0]
-    assert top.replace("\u00a0", " ") == ending[0]
+    first = f"{said[0.0]} of 12 greedy user turns"
+    assert page.partition("<main>")[2].partition("<form")[0].count(first) == 1
+    assert 'class="conclusion"' not in page, "the answer stands on it once"
     found = read(folder_of(run.path, "rates-builtin"))
     cells = {cell for table in found.tables for row in table.rows for cell in row}
     assert len(cells) > 20 and "<title></title>" not in page
@@ -145,7 +154,7 @@ def test_commands_of_missing_results_are_said_and_run(run, report):
     assert str(run.path) not in page
     assert Run.open(run.path).verify() == []
     plant(run, "builtin", CATEGORIES)
-    assert "takes 50" not in report(run.path).out, "the rates are of other labels"
+    assert "can't tell" not in report(run.path).out, "the rates are of other labels"
 
 
 def test_a_report_ends_with_the_answer_and_turns_of_different_labels(run, report, tmp_path):

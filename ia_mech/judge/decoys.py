@@ -15,7 +15,7 @@ from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 
 WRONG, SIBLING = DECOY_KINDS = ("wrong_conversation", "sibling")
-AFTER = {WRONG: "a wrong conversation", SIBLING: "a sibling of their response"}
+AFTER = {WRONG: "a wrong conversation", SIBLING: "another response to their query"}
 
 
 def draw_decoys(run: Run, per_source: int | None = None) -> pd.DataFrame:

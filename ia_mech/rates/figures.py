@@ -18,15 +18,18 @@ from ia_mech.stats import LEAST_SHOWN
 
 LINES = {  # quantities of the left panel: label, colour
     "rate": ("follow-ups", COLOURS[0]),
-    "floor": ("floor: after a wrong conversation", COLOURS[1]),
-    "excess": ("excess: follow-ups minus floor", COLOURS[2]),
+    "floor": ("after a wrong conversation", COLOURS[1]),
+    "excess": ("excess: the first minus the second", COLOURS[2]),
 }
 
 
 def gate_title(name: str, gate: Gate) -> str:
     """The title of a figure that shows a judge's rate: of what, the gate's word, the excess."""
-    excess = f", excess over its floor {gate.excess.text(sign=True)}" if gate.decoys else ""
-    return f"{name}\njudge {gate}{excess}"
+    told = "shown no wrong conversation"
+    if gate.decoys:
+        excess = gate.excess.text(sign=True)
+        told = f"own conversations told from wrong ones: {gate.verdict}, by {excess}"
+    return f"{name}\njudge {gate.judge}, {told}"
 
 
 @with_style
@@ -62,9 +65,9 @@ def draw_rates(estimates: pd.DataFrame, title: str, fit: float = math.inf) -> Fi
     for axes in (left, right):
         axes.set_xlabel("temperature")
     figure.set_label(
-        "Left: the share of turns that the judge calls follow-ups, the floor (the share of the "
-        "same turns that it calls follow-ups after a wrong conversation), and the difference of "
-        "the two, with their intervals. Right: the share of turns in each category. Turns that the "
+        "Left: the share of turns that the judge calls follow-ups, the share of the same turns "
+        "that it calls follow-ups after a wrong conversation (one of another query), and the "
+        "excess, which is the difference of the two, with their intervals. Right: the share of turns in each category. Turns that the "
         "judge could not assess, or failed on, are left out."
         + " *: above the temperatures of the judge's fit."
         * bool(temperatures[-1] > fit)

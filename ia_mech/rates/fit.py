@@ -16,8 +16,8 @@ from ia_mech.run.labels import BUILT_IN
 
 FITTED_TO = 0.7  # the highest temperature of turns that it was fitted on
 FOOTNOTE = f"*: above the built-in judge's fit (T ≤ {FITTED_TO})."
-FEW_WORDS = 8  # which don't tell the language, if all are in plain letters
-LEAST_SHARE = 1 / 8  # of function words in English; German or Indonesian texts have 0 to 0.06
+FEW_WORDS = 25  # fewer don't tell one language in Latin letters from another
+LEAST_SHARE = 1 / 10  # of function words in English; German or Indonesian texts have 0 to 0.06
 _WORD = re.compile(r"[^\W\d_]{2,}")
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 _NAMED = re.compile(r"\bT = (\d++(?:\.\d++)?+)(?!\*)")
@@ -29,12 +29,15 @@ def highest(record: Mapping[str, Any]) -> float:
 
 
 def looks_english(text: str) -> bool:
-    """Whether a text may be English, by its share of English function words."""
+    """Whether a text may be English: by its script and, where there are words enough, by its share
+    of English function words."""
     words = _WORD.findall(text.lower())
-    known = sum(word in FUNCTION_WORDS for word in words)
     accented = sum(not word.isascii() for word in words)
-    few = len(words) < FEW_WORDS and not accented
-    return few or known > max(accented, LEAST_SHARE * len(words))
+    if len(words) < FEW_WORDS:
+        letters = "".join(words)
+        return sum(letter.isascii() for letter in letters) >= len(letters) / 2
+    known = sum(word in FUNCTION_WORDS for word in words)
+    return known > max(accented, LEAST_SHARE * len(words))
 
 
 def starred(text: str, fit: float) -> str:

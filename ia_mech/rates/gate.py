@@ -71,12 +71,12 @@ class Gate:
         if not self.decoys:
             of_model = f", on turns of {self.model}," if self.model else ""
             return (
-                f"The floor of {named(self.judge)}{of_model} is unknown: no turn was shown to it "
-                "after a wrong conversation (that takes two queries of a dataset)"
+                f"Nothing controls {named(self.judge)}{of_model}: no turn was shown to it after a "
+                "wrong conversation, one of another query (that takes two queries of a dataset)"
             )
         return (
-            f"{self.decided} (gate {self.verdict}: the follow-up rate minus that after wrong "
-            f"conversations is {self.excess.text(sign=True)})"
+            f"{self.decided} (the follow-up rate minus that after wrong conversations is "
+            f"{self.excess.text(sign=True)})"
         )
 
     @property
@@ -89,17 +89,16 @@ class Gate:
             found += [
                 f"Over all temperatures together, it calls {self.count(self.rate)} of the "
                 f"{self.decoys} turns{whose} follow-ups, and {self.count(self.floor)} of them if "
-                f"it sees them after {AFTER[WRONG]} (the floor); the excess is the rate minus the "
-                "floor.",
-                "The gate passes if the excess is shown to be larger than the floor: excess minus "
-                f"floor is {self.margin.text(sign=True)}.",
+                f"it sees them after {AFTER[WRONG]}.",
+                "It can tell them apart if the first rate is shown to be more than twice the "
+                f"second: the first minus twice the second is {self.margin.text(sign=True)}.",
             ]
         if (siblings := self.siblings) is not None and siblings.decoys:
             found.append(
                 "Turns were also shown after other responses to their queries, "
                 f"{siblings.decoys} times: {siblings.count(siblings.floor)} times it called them "
                 f"follow-ups, and {siblings.count(siblings.rate)} times after their own response, "
-                f"an excess of {siblings.excess.text(sign=True)}."
+                f"a difference of {siblings.excess.text(sign=True)}."
             )
         return found
 
@@ -113,11 +112,12 @@ class Gate:
         here = f"On turns of {self.model}" if self.model else "On the whole run"
         judge = f"{here}, {named(self.judge)}"
         said = {
-            PASSED: f"{judge} can tell a turn's own conversation from a wrong one",
-            NOT_PASSED: f"{judge} can't tell a turn's own conversation from a wrong one: don't "
-            "rely on its rates",
+            PASSED: f"{judge} can tell a turn's own conversation from a wrong one, of another "
+            "query",
+            NOT_PASSED: f"{judge} can't tell a turn's own conversation from a wrong one, of "
+            "another query: don't rely on its rates",
             UNDECIDED: f"{here}, it is undecided whether {named(self.judge)} can tell a turn's own "
-            "conversation from a wrong one",
+            "conversation from a wrong one, of another query",
         }
         return said[self.verdict]
 

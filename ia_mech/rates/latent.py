@@ -75,9 +75,9 @@ def verdict(estimates: pd.DataFrame, level: float = 0.95, fit: float = math.inf)
     found, tried, shown_at, best = chosen
     if (few := found[RISE]["sources"]) < LEAST:
         return (
-            "To tell whether sampling brings out follow-ups that greedy decoding hides, "
-            f"{LEAST} queries are needed, and there are {few:g} (raise --limit of sample, or "
-            "--queries of study)."
+            f"{few:g} queries can't tell whether sampling brings out follow-ups that greedy "
+            f"decoding hides. That takes {LEAST} queries (raise --limit of sample, or --queries of "
+            "study)."
         )
 
     def told(quantity: str) -> tuple[bool, str]:
@@ -98,8 +98,11 @@ def verdict(estimates: pd.DataFrame, level: float = 0.95, fit: float = math.inf)
         role = estimate_of(found[ROLE]).text(sign=True)
         parts = f"; staying in role makes {role}, following up once in role {rest}"
         fell = found[REST]["value"] < 0 and found[REST]["p_holm"] < 1 - level
-        rise = "it rises" if more else "it falls" if fell else "that it rises is not shown"
-        aware = [f"Only the rate among turns in role can show awareness: {rise}."]
+        rise = "rises" if more else "falls" if fell else "is not shown to rise"
+        aware = [
+            "Among turns in role, which neither repeat the conversation nor speak as the "
+            f"assistant, the rate {rise}."
+        ]
     said = [
         f"Latent follow-ups, which sampling brings out and greedy decoding hides, {word} shown at "
         f"T = {best:g}{several}.",
@@ -127,7 +130,7 @@ def conclusion(estimates: pd.DataFrame, level: float = 0.95, fit: float = math.i
         return ""
     found, _, shown_at, best = chosen
     if (few := found[RISE]["sources"]) < LEAST:
-        return f"Telling whether sampling brings out more takes {LEAST} queries; these are {few:g}."
+        return f"{few:g} queries can't tell whether sampling brings out more: that takes {LEAST}."
     if found[RISE]["gate"] == NOT_PASSED:
         return "Most of what this judge calls follow-ups fits other conversations, too."
     if best in shown_at:

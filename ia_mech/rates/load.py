@@ -180,7 +180,10 @@ def read_runs(
     notes = _notes(runs, pooled)
     without = [run.name for run, frame in zip(runs, decoys, strict=True) if frame.empty]
     if 0 < len(without) < len(runs):
-        notes.append(f"no decoys in {', '.join(without)}: these labels have no floor.")
+        notes.append(
+            f"in {', '.join(without)} no turn was shown after a wrong conversation: nothing "
+            "controls these labels."
+        )
     some = _pooled([frame for frame in decoys if len(frame)] or decoys[:1])
     last = by, drawn_tokens, frozenset(foreign), some
     judged = JudgedTurns(pooled, judge, record, annotator, runs, notes, EVERY, *last)
@@ -189,8 +192,8 @@ def read_runs(
     if not lost.any():
         return judged
     note = (
-        f"{lost.sum()} of {len(lost)} decoys are left out: the judge gave no category to the decoy "
-        "or to the turn after its own conversation."
+        f"{lost.sum()} of {len(lost)} turns shown after wrong conversations or siblings are left "
+        "out: the judge gave them no category there, or none after their own conversation."
     )
     return replace(judged, notes=[*judged.notes, note])
 

@@ -26,7 +26,7 @@ Columns = dict[str, tuple[str, int | str]]  # of a table: which estimates → he
 LINES = ("model", "perturbation", "dataset", "temperature")
 NO_VALUE = "–"  # what Run.groups calls rows without the field
 OF_BOTH = (  # of floor and excess
-    "Their queries are those of the turns and those of the wrong conversations."
+    "The queries of these two columns are those of the turns and of the wrong conversations."
 )
 OWN, THERE = "follow-ups", "follow-ups there"  # heads of columns
 FOLLOW_UPS: Columns = {
@@ -274,11 +274,11 @@ def _gate_table(gates: list[Gate]) -> Table:
                 rows.append([name, AFTER[one.kind], str(one.decoys), *numbers, one.verdict])
     return Table(
         "turns that the judge is shown after what they did not follow",
-        ["counted", "shown after", "times shown", OWN, THERE, "excess", "gate"],
+        ["counted", "shown after", "times shown", OWN, THERE, "excess", "control"],
         rows,
-        "Gate: passed if the excess is shown to be larger than the floor (follow-ups there), "
-        "failed if it is shown to be smaller, else undecided. After another response the excess "
-        "is compared with 0.",
+        "Excess: the first rate minus that there. Control: passed if the excess is shown to be "
+        "larger than the rate there, failed if it is shown to be smaller, else undecided. After a "
+        "sibling, another response to the same query, the excess is compared with 0.",
     )
 
 
@@ -292,7 +292,8 @@ def _rise_table(whole: pd.DataFrame) -> Table:
     }
     legend = (
         "Rise of the excess: that at T minus that of greedy turns. It is the rise of the "
-        "follow-up rate minus that of the floor, and its p is from another test (a jackknife). "
+        "follow-up rate minus the rise after wrong conversations, and its p is from another test "
+        "(a jackknife). Siblings: other responses to the same query. "
         "In role: a turn doesn't, by the judge, repeat query or response, or speak as the "
         "assistant. p: Holm-corrected."
     )
@@ -376,13 +377,14 @@ def _figures(whole: pd.DataFrame, each: pd.DataFrame, judged: JudgedTurns) -> di
         gate = judged.by_model[model, weights]
         more = "" if perturbation == "none" else f", {perturbation}"
         name = f"{one_line(model, 40)}{more}"
-        judge = f"\njudge {gate.judge}, gate over all T: {gate.word}"
         numbered = "" if number == 1 else f"-{number}"
         if judged.by is not None:
             field, own = one_line(judged.by, 40), each[matching(each, _subject(of))]
-            drawings[f"by field{numbered}"] = figures.draw_by(own, f"{name}, by {field}{judge}")
+            drawings[f"by field{numbered}"] = figures.draw_by(own, figures.gate_title(f"{name}, by {field}", gate))
             name += f", all values of {field} together"
-        last[f"rates{numbered}"] = figures.draw_rates(of, name + judge, highest(judged.record))
+        last[f"rates{numbered}"] = figures.draw_rates(
+            of, figures.gate_title(name, gate), highest(judged.record)
+        )
     return drawings | last
 
 

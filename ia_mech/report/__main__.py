@@ -90,7 +90,7 @@ def _report(args: argparse.Namespace) -> None:
     replace_file(out, write)
     judged = [(run, judge) for run, judge in zip(runs, judges, strict=True) if judge is not None]
     for run, by in judged[:1]:
-        lines += ["", *turns_shown(run, by)]
+        lines += turns_shown(run, by)
     screen = console()
     for line in lines:
         screen.print(line, soft_wrap=True, markup=False)
@@ -107,7 +107,8 @@ def render_report(
     conclusions: Sequence[str] = (),
 ) -> str:
     """The page of open, finished runs; ``more`` are folders with results on the first one. The
-    labels of ``judge`` come first. ``conclusions`` are sentences that stand on top.
+    labels of ``judge`` come first. ``conclusions`` are sentences that stand on top
+    where no result says the same.
 
     Raises:
         UserError: labels or results that can't be read.
@@ -126,6 +127,8 @@ def render_report(
     folders = [result_folders(run, () if n else more) for n, run in enumerate(runs)]
     cards = cards_of(runs, names, folders)
     data, turns_note = browser(runs, names, folders, judge=judge)
+    if {"rates", "study"} & {card.name for card in cards}:
+        conclusions = ()  # these cards say the same, with intervals
     models = ", ".join(dict.fromkeys(run.model["name"] for run in runs))
     turns = sum(len(run.turns) for run in runs)
     contexts = pd.concat([run.turns.drop_duplicates("context_id") for run in runs])

@@ -1,9 +1,10 @@
-"""What ``ia-mech report`` prints: the follow-up rate in one sentence, and three turns to see."""
+"""What ``ia-mech report`` prints: how many turns are follow-ups, the control, three turns to see."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ia_mech.estimates import all_datasets
+from ia_mech.judge.decoys import WRONG
 from ia_mech.judge.shown import RULE, labelled_turns, lines_of
 from ia_mech.rates.fit import highest, starred, temperature
 from ia_mech.rates.gate import named
@@ -34,7 +35,9 @@ def conclusions(
 
 
 def turns_shown(run: Run, judge: str) -> Iterator[str]:
-    """The lines that show some turns of a run with their labels."""
+    """The control, and the lines that show some turns of a run with their labels."""
+    yield from control(run, judge)
+    yield ""
     yield f"Turns with their labels ({RULE}):"
     yield from lines_of(labelled_turns(run, judge, TURNS))
 
@@ -66,8 +69,20 @@ def sentence(run: Run, judge: str) -> str:
     *first, last = parts + listed
     those = f"{', '.join(first)} and {last}" if first else last
     beyond = sampled.index.max() > fit
-    star = " (*: hotter than those that it was fitted on)" if beyond else ""
+    star = f" (*: the judge was fitted on turns at T ≤ {fit:g})" if beyond else ""
     return f"By {whose}, {those} are follow-ups{star}."
+
+
+def control(run: Run, judge: str) -> Iterator[str]:
+    """How many turns the judge calls follow-ups after a conversation of another query; nothing if
+    it was shown none there."""
+    decoys = run.decoys(judge)
+    there = decoys.loc[decoys["decoy"] == WRONG, "follow_up"].dropna()
+    if len(there):
+        yield (
+            f"Control: shown after a wrong conversation (one of another query), {there.sum():.0f} "
+            f"of {len(there)} turns count as follow-ups."
+        )
 
 
 def _sampling(run: Run, judge: str, folders: Sequence[Path]) -> str:
