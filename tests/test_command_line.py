@@ -181,6 +181,12 @@ def test_what_needs_no_weights_is_checked_before_they_are_loaded(refused, monkey
     refused("--positions", "nowhere")
 
 
+def test_all_of_the_data_is_checked_before_a_model_is_looked_for(refused, monkeypatch, tmp_path):
+    monkeypatch.setattr("ia_mech.collect.plan.load_files", None)
+    data = rows(tmp_path / "chats.jsonl", question(), question(id="q2", question=3))
+    assert "chats.jsonl line 2" in refused("--dataset", data)
+
+
 def test_data_is_read_once_and_a_context_rendered_once(sample, monkeypatch):
     read, rendered = [], []
     made, render = ConversationSource._made, Plan.render
@@ -276,8 +282,16 @@ def test_an_interrupted_run_says_what_is_kept_and_goes_on(sample, monkeypatch, t
 
     assert there() == "nothing"
     for kept, line in (
-        (0, "no part was finished, so nothing was kept; the same command begins again"),
-        (1, f"kept in {out}: 1 contexts; the same command goes on from there"),
+        (
+            0,
+            "nothing was kept: turns are written 2 conversations at a time; the same command "
+            "begins again",
+        ),
+        (
+            1,
+            f"kept in {out}: the turns of 1 of 6 conversations; the same command goes on from "
+            "there",
+        ),
     ):
         with monkeypatch.context() as patch:
             stopped(patch, kept)

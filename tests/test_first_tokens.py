@@ -6,6 +6,7 @@ import tiny
 import torch
 from runs import sampled
 
+from ia_mech import sample
 from ia_mech.engine.sampling import first_tokens_holding, likeliest_tokens
 from ia_mech.errors import UserError
 from ia_mech.settings import MOST_FIRST, Settings
@@ -60,6 +61,8 @@ def test_each_has_its_greedy_continuation(architecture, tokenizer, tmp_path):
 
 
 def test_it_takes_one_temperature_and_no_drawn_tokens(tiny_subject, tmp_path):
+    with pytest.raises(UserError, match="^samples does nothing with first_tokens: a turn goes on"):
+        sample(tmp_path / "run", first_tokens=0.9, samples=2, temperatures=1)
     for more in ({}, {"temperatures": 0.7, "drawn_tokens": 1}):
         with pytest.raises(UserError, match="by their probability at one temperature"):
             Settings(first_tokens=0.9, **more)

@@ -285,10 +285,12 @@ def test_a_function_may_say_true_or_false(run):
     assert turns["follow_up"].tolist() == [float("7" in text) for text in turns["text"]]
     judged = read_runs([run])
     assert judged.rubric == YES_NO and judged.turns["out_of_role"].isna().all()
-    with pytest.raises(UserError, match="the judge lambda returned True or False for some"):
+    with pytest.raises(UserError, match="the judge own-function returned True or False for some"):
         judge_package.label(run, lambda item: "generic" if item.turn > "turn 3" else True, "said")
-    with pytest.raises(UserError, match="the judge lambda returned 1; return True"):
+    with pytest.raises(UserError, match="the judge own-function returned 1; return True"):
         judge_package.label(run, lambda item: 1, "counted")
+    judge_package.label(run, lambda item: True)
+    assert "own-function" in run.labels.judges
 
 
 def test_verdicts_of_the_same_built_in_judge_stay_as_they_are(label, run):

@@ -149,12 +149,22 @@ def main(argv: list[str] | None = None) -> int:
 def settings_of(args: argparse.Namespace) -> Settings:
     """The settings among the arguments of the command."""
     names = {setting.name for setting in fields(Settings)}
-    return Settings.read({k: v for k, v in vars(args).items() if k in names})
+    return _given({k: v for k, v in vars(args).items() if k in names})
+
+
+def _given(settings: dict[str, Any]) -> Settings:
+    """Settings that a user gives, among which none may do nothing."""
+    if settings.get("first_tokens") is not None and settings.get("samples") is not None:
+        raise UserError(
+            "--samples does nothing with --first-tokens: a turn goes on from each first token",
+            "leave one of them out",
+        )
+    return Settings.read(settings)
 
 
 def _planned(settings: Settings, out: Path, progress: Progress, ray: str | None) -> "Plan":
     """The plan of a run. What can be refused before torch is loaded, which takes seconds, is
-    refused first."""
+    refused first: all of the data is read and checked before."""
     refuse_missing_model(settings.model)
     layout.refuse_as_run(out)
     if (out / layout.RUN).is_file():
@@ -164,11 +174,14 @@ def _planned(settings: Settings, out: Path, progress: Progress, ray: str | None)
         known = {"identity": without_folders({"settings": wanted})}
         refuse_another(out, there, known, flag_of, settings.local_model)
     source = settings.conversations()
+    if not (settings.dataset.startswith("builtin") or cli.expanded(settings.dataset).exists()):
+        progress.say(f"reading {one_line(settings.dataset)} …")  # over the network
+    rows = [*source]
     progress.say(f"loading {one_line(settings.model)} …")  # a busy machine imports for a minute
     from ia_mech.collect.plan import Plan
     from ia_mech.engine.cluster import device_of
 
-    return Plan(settings, out, source=source, device=device_of(settings.device, ray))
+    return Plan(settings, out, source=source, rows=rows, device=device_of(settings.device, ray))
 
 
 @parameters_named()
@@ -203,7 +216,7 @@ def sample(
         TypeError: there is no such setting.
         UserError: a value, data, a model or a folder that can't be used.
     """
-    chosen = Settings.read(settings)
+    chosen = _given(settings)
     folder = _argument("out", out, path_of) or chosen.folder()
     share = _argument("shard", shard, shard_of) or WHOLE
     asked = {"workers": workers, "threads": threads}
@@ -223,16 +236,23 @@ def _argument(name: str, value: Any, parse: Callable[[str], Any]) -> Any:
 
 
 def _kept(out: Path | None) -> str:
-    """What an interrupted run has on the disk."""
-    nothing = "no part was finished, so nothing was kept; the same command begins again"
+    """What an interrupted run has on the disk, and how to go on."""
     if out is None or not (out / layout.RUN).exists():
-        return nothing
+        return "nothing was written yet; the same command begins again"
     try:
-        counts = Run(out).counts
-        counts |= {"responses of unfinished parts": kept_draws(out)}
+        run = Run(out)
+        done, counts = run.counts["contexts"], run.counts
+        drawn, parts = kept_draws(out), run.record["parts"]["contexts"]
     except UserError as error:
         return str(error)
-    if not any(counts.values()):
-        return nothing
-    kept = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
-    return f"kept in {out}: {kept}; the same command goes on from there"
+    every = run.record["identity"]["conversations"]["count"]
+    kept = [f"the turns of {done} of {every} conversations"] if done else []
+    kept += [f"{counts['responses']} responses"] if counts["responses"] else []
+    kept += [f"{drawn} responses of unfinished parts"] if drawn else []
+    if not kept:
+        several = -(-every // parts)
+        return (
+            f"nothing was kept: turns are written {several} conversation{'s' * (several > 1)} at a "
+            "time; the same command begins again"
+        )
+    return f"kept in {out}: {', '.join(kept)}; the same command goes on from there"

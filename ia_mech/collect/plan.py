@@ -7,6 +7,7 @@ What can be refused without weights is refused here.
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -60,8 +61,8 @@ class PlannedContext:
 class Plan:
     """The plan of a run. All shards of a run make the same.
 
-    ``files`` of the model and the ``source`` of conversations are opened here if they aren't given;
-    the ``device`` is the one of this machine that is set, unless it is elsewhere.
+    ``files`` of the model and the ``source`` of conversations are opened here if they aren't given,
+    and the source is read unless its ``rows`` are given, all that it has; the ``device`` is the one of this machine that is set, unless it is elsewhere.
 
     Attributes:
         settings: with their ``batch_rows``, the most rows that are decoded together.
@@ -86,6 +87,7 @@ class Plan:
         files: ModelFiles | None = None,
         source: ConversationSource | None = None,
         device: torch.device | None = None,
+        rows: Sequence[Conversation] | None = None,
     ) -> None:
         self.out, self.device = out, device or resolve_device(settings.device)
         self.batch_rows = settings.batch_rows or BATCH_ROWS[self.device.type]
@@ -104,7 +106,7 @@ class Plan:
         self._ids: dict[int, int] = {}  # of many equal numbers, all contexts hold one
         self.skipped: list[str] = []
         self._faults: list[tuple[str, UserError]] = []
-        for conversation in self.source:
+        for conversation in self.source if rows is None else rows:
             self._add(conversation)
         if self._faults:
             raise together(self._faults)

@@ -12,6 +12,7 @@ from typing import Any
 from ia_mech.errors import UserError
 from ia_mech.judge.rubric import BUILT_IN, FOLLOW_UP, NO_FOLLOW_UP, YES_NO, Rubric
 
+UNNAMED = "own-function"  # the name of a judge that is a lambda
 JUDGED = "judged"  # the status of a verdict that names a category
 # The other statuses. But for ``truncated``, they aren't cached: the same command requests again.
 TRUNCATED = "truncated"
@@ -139,7 +140,8 @@ def judge_of(says: Callable[[Item], str | bool]) -> Judge:
 
     It is identified by the function's name alone: nothing tells whether the function has changed.
     """
-    name = getattr(says, "__name__", type(says).__name__).strip("<>")
+    name = getattr(says, "__name__", type(says).__name__)
+    name = UNNAMED if name == "<lambda>" else name
     yes_no = {"True": FOLLOW_UP, "False": NO_FOLLOW_UP}  # NumPy's, too
     kinds: set[bool] = set()
 
