@@ -9,7 +9,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 TESTED := $(VENV)/.tested
-PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable
+# Of pip's many lines a few, so that a minute isn't silent; all from the first error on.
+BRIEFLY := 2>&1 | awk '/^ *(ERROR|error):/ { failed = 1 } failed { print } \
+  /^Collecting/ && ++n % 20 == 0 { print "  " n " packages found …"; fflush() } \
+  /^Installing collected/ { print "  installing " NF - 3 " packages …"; fflush() }'
 
 DEMO := $(or $(IA_MECH_CACHE),cache)/demo
 
@@ -18,11 +22,18 @@ DEMO := $(or $(IA_MECH_CACHE),cache)/demo
 sample: $(INSTALLED)
 	$(BIN)/ia-mech sample $(ARGS)
 
+# Each command prints more by itself; here only progress is shown, and the answer at the end.
 demo: $(INSTALLED)
-	$(BIN)/ia-mech sample --out $(DEMO)
-	$(BIN)/ia-mech judge run $(DEMO) --replace
-	$(BIN)/ia-mech rates $(DEMO) --judge builtin
-	$(BIN)/ia-mech report $(DEMO)
+	@echo "1 of 4: a small model reads 24 conversations and writes the next user turns (about a minute)"
+	@$(BIN)/ia-mech sample --out $(DEMO) > /dev/null
+	@echo "2 of 4: the built-in judge labels each turn: is it a follow-up? (half a minute)"
+	@$(BIN)/ia-mech judge run $(DEMO) --replace > /dev/null
+	@echo "3 of 4: rates of follow-ups, with intervals"
+	@$(BIN)/ia-mech rates $(DEMO) --judge builtin > /dev/null
+	@echo "4 of 4: a page with the answer and all turns"
+	@echo
+	@$(BIN)/ia-mech report $(DEMO)
+	@echo "the rates with their intervals: $(BIN)/ia-mech rates $(DEMO)"
 
 study: $(INSTALLED)
 	$(BIN)/python -m experiments.study smollm2-135m-instruct $(ARGS)
@@ -46,14 +57,16 @@ clean:
 	rm -rf $(VENV)
 
 $(INSTALLED): pyproject.toml constraints.txt
-	@echo "installing into $(VENV), quietly; this takes a minute or more"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "error: Python 3.11 or newer is needed; name one: make PYTHON=python3.12 …" >&2; exit 2; }
+	@echo "making the environment $(VENV), once: PyTorch (CPU), transformers and others (some 800 MB)."
+	@echo "With packages in pip's cache this takes a minute or two, else as long as the downloads."
 	@$(PYTHON) -m venv $(VENV) || \
 	  { echo "error: no virtual environment could be made; on Debian: apt install python3-venv" >&2; exit 2; }
-	$(PIP) .
-	@touch $@
+	@rm -f $@
+	@{ $(PIP) . && touch $@; } $(BRIEFLY); test -e $@
 
 $(TESTED): $(INSTALLED)
-	$(PIP) '.[test]'
-	@touch $@
+	@rm -f $@
+	@echo "installing what the tests need"
+	@{ $(PIP) '.[test]' && touch $@; } $(BRIEFLY); test -e $@

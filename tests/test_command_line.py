@@ -447,7 +447,7 @@ def test_the_commands_that_are_suggested_work(merged, capfd, tmp_path, folder):
     path = shutil.copytree(merged.path, tmp_path / folder)
     print_run(Run.open(path))
     out = capfd.readouterr().out
-    words = in_bash(re.search(r"^read it: (.*)$", out, re.MULTILINE)[1])
+    words = in_bash(re.search(r"^from Python: (.*)$", out, re.MULTILINE)[1])
     assert words[:2] == ["python", "-c"] and len(words) == 3
     judge = in_bash(re.search(r"^next: (.*)$", out, re.MULTILINE)[1])
     assert judge == ["ia-mech", "judge", "run", str(path)]

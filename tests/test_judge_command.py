@@ -164,7 +164,7 @@ def test_a_servers_verdicts_are_paid_for_once(judge, run, monkeypatch, tmp_path)
     assert f"{paid} (${asked * 0.2:.4f} of it paid before)\n" in again.out
     follow_up, abstained = rows["follow_up"].sum(), (rows["category"] == CANNOT_ASSESS).sum()
     assert follow_up and abstained and follow_up + abstained == ROWS
-    assert f"categories: follow-up {follow_up}, can't assess {abstained}\n" in again.out
+    assert f"turns: follow-up {follow_up}, can't assess {abstained}\n" in again.out
     kept = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
     assert not [content for content in kept if SECRET.encode() in content]
 

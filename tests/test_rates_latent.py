@@ -100,7 +100,7 @@ def test_of_several_temperatures_the_best_is_corrected_for_all():
     assert "are shown at T = 0.7, the best of 2 temperatures." in verdict(found)
     assert conclusion(found).startswith("Sampling at T = 0.7 brings out follow-ups that greedy")
     assert conclusion(found.assign(p_holm=0.5)).endswith("greedy decoding hides is not shown.")
-    assert conclusion(found.assign(sources=24)).startswith("24 queries can't tell whether")
+    assert conclusion(found.assign(sources=24)).startswith("With 24 queries it can't be")
     assert conclusion(found.assign(gate="failed")).startswith("Most of what this judge calls")
 
 
@@ -145,7 +145,7 @@ def test_a_rise_isnt_latent_where_the_gate_fails():
 def test_what_cant_be_told_isnt():
     rows = decoys((0.3, 0.3), (0.2, 0.5))
     few = verdict(estimated(rows[rows["source"] < 49]))
-    assert "49 queries can't tell whether" in few and "takes 50 queries (raise" in few
+    assert "With 49 queries it can't be told" in few and "takes 50 queries (raise" in few
     for lacking in (rows[rows["temperature"] > 0], rows[rows["temperature"] == 0]):
         assert verdict(estimated(lacking)) == ""
     assert verdict(estimated(rows.assign(decoy="sibling"))) == ""

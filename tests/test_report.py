@@ -128,8 +128,8 @@ def test_commands_of_missing_results_are_said_and_run(run, report):
     assert ending[0] == (
         f"By the built-in judge, {said[0.0]} of 12 greedy user turns, {said[0.7]} of 24 sampled at "
         f"T = 0.7 and {said[1.0]} of 24 sampled at T = 1* are follow-ups (*: the judge was fitted "
-        "on turns at T ≤ 0.7). 12 queries can't tell whether sampling brings out more: that takes "
-        "50."
+        "on turns at T ≤ 0.7). With 12 queries it can't be told whether sampling brings out more: that "
+        "takes 50."
     )
     assert re.fullmatch(
         r"Control: shown after a wrong conversation \(one of another query\), \d+ of 60 turns "
@@ -154,7 +154,7 @@ def test_commands_of_missing_results_are_said_and_run(run, report):
     assert str(run.path) not in page
     assert Run.open(run.path).verify() == []
     plant(run, "builtin", CATEGORIES)
-    assert "can't tell" not in report(run.path).out, "the rates are of other labels"
+    assert "can't be told" not in report(run.path).out, "the rates are of other labels"
 
 
 def test_a_report_ends_with_the_answer_and_turns_of_different_labels(run, report, tmp_path):

@@ -228,7 +228,12 @@ def sample(
     from ia_mech.collect.job import make_run
     from ia_mech.engine.workers import Crew
 
-    return make_run(plan, shown, shard=share, crew=Crew(**crew, ray=at))
+    run = make_run(plan, shown, shard=share, crew=Crew(**crew, ray=at))
+    if run.complete:
+        from ia_mech.collect.summary import what_was_written
+
+        shown.say(what_was_written(run))
+    return run
 
 
 def _argument(name: str, value: Any, parse: Callable[[str], Any]) -> Any:

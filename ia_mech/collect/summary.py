@@ -134,13 +134,17 @@ def print_shard(run: Run, shard: Shard) -> None:
 def print_run(run: Run, full: bool = False) -> None:
     """A finished run: what it is, three user turns, its table (all if ``full``), and what next."""
     screen = console(150)  # the tables' intervals belong on one line
-    for line in _what_it_is(run):
-        _print_line(line)
+    _print_line(what_was_written(run))
+    _print_line(_what_was_kept(run))
     screen.print()
     _print_examples(run)
     screen.print()
     screen.print(temperature_table(run))
-    _print_line("log p: raw (T = 1), nats, mean of turns. entropy: of the first token at T, nats.")
+    _print_line(
+        "ended by turn-end: the share of turns that end by themselves, within "
+        f"{run.settings['max_new_tokens']} tokens. log p / token: at T = 1, in nats, the mean of "
+        "turns. entropy: of the first token at T, in nats."
+    )
     if run.contexts["real_follow_up_logprob"].notna().any():
         if full:
             screen.print(real_follow_up_table(run))
@@ -155,26 +159,30 @@ def print_run(run: Run, full: bool = False) -> None:
     path = json.dumps(str(run.path), ensure_ascii=False)
     code = f"from ia_mech import Run; run = Run.open({path}); "
     code += "print(run.generations, run.residuals().shape)"
-    _print_line(f"read it: {program('python')} -c {shell_word(code)}")
+    _print_line(f"from Python: {program('python')} -c {shell_word(code)}")
     _print_line(f"next: {program()} judge run {shell_word(run.path)}")
 
 
-def _what_it_is(run: Run) -> Iterator[str]:
-    """Two lines on what was written and kept."""
+def what_was_written(run: Run) -> str:
+    """How many turns, in a sentence."""
     turns, contexts = run.generations, run.contexts
     decodings = turns.groupby(["temperature", "drawn_tokens"]).groups
     sampled = [f"{run.settings['samples']} at {run.decoding(*of)}" for of in decodings if of[1]]
     if run.settings["first_tokens"]:
         sampled = [f"one from {run.decoding(*of)}" for of in decodings if of[1]]
     each = f"{', '.join(['1 greedy', *sampled[:-1]])}{' and ' + sampled[-1] if sampled else ''}"
-    yield (
+    return (
         f"{run.model['name']} wrote {len(turns)} user turns in "
         f"{conversations_text(len(contexts), sources_of(contexts).nunique())}. In each: {each}."
     )
+
+
+def _what_was_kept(run: Run) -> str:
+    """Of the model's states, in a line."""
     logits = (
         ", and the logits at the header's end" if run.settings["header_logits"] == "full" else ""
     )
-    yield (
+    return (
         f"kept: the residual stream of {run.model['layers']} layers and the embeddings at "
         f"{', '.join(run.positions)}{logits}"
     )

@@ -63,6 +63,7 @@ def label(
     """
     from ia_mech.display import Bar
     from ia_mech.judge.judging import label_run
+    from ia_mech.judge.shown import counts_of
     from ia_mech.judge.verdict import Judge, judge_of
     from ia_mech.run import Run
 
@@ -78,5 +79,7 @@ def label(
         judge = judge_of(judge)
     name = name or type(judge).__name__
     run = run if isinstance(run, Run) else Run.open(run)
-    label_run(run, judge, name, Bar(), replace=replace)
-    return run.labelled(name)
+    label_run(run, judge, name, bar := Bar(), replace=replace)
+    turns = run.labelled(name)
+    bar.say(f"labels by {name} of {len(turns)} turns: {counts_of(turns['category'], judge.rubric)}")
+    return turns

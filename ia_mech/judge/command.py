@@ -25,8 +25,8 @@ from ia_mech.judge.judging import (
     items_of,
     label_run,
 )
-from ia_mech.judge.rubric import Rubric, heading, read_rubric
-from ia_mech.judge.shown import RULE, labelled_turns, lines_of
+from ia_mech.judge.rubric import Rubric, read_rubric
+from ia_mech.judge.shown import RULE, counts_of, labelled_turns, lines_of
 from ia_mech.judge.verdict import JUDGED, Item, Judge, identity_hash
 from ia_mech.results import folders_of, read
 from ia_mech.run import Run
@@ -219,9 +219,8 @@ def _print_verdicts(
     """How many turns are of each category, what failed, and, where it was done now, what it took
     and cost."""
     screen = console()
-    counts = rows["category"].value_counts()
-    listed = ", ".join(f"{heading(name)} {counts[name]}" for name in rubric.names if name in counts)
-    screen.print(f"categories: {listed or 'none'}", soft_wrap=True)
+    listed = counts_of(rows["category"], rubric)
+    screen.print(f"all {len(rows)} turns: {listed}", soft_wrap=True)
     rows = pd.concat([rows, decoys]) if len(decoys) else rows
     for status, part in rows[rows["status"] != JUDGED].groupby("status"):
         errors = part["error"].value_counts()
@@ -229,13 +228,10 @@ def _print_verdicts(
         screen.print(f"{len(part)} {status}: {commonest} ({errors.iloc[0]})", soft_wrap=True)
     if seconds is None:
         return
-    apart = (
-        f" ({len(decoys)} of them shown after another conversation or response)"
-        if len(decoys)
-        else ""
-    )
-    distinct = rows["item"].nunique()
-    facts = [f"{len(rows)} turns{apart}, {distinct} of them distinct, in {seconds:.0f} s"]
+    judged = f"{len(rows) - len(decoys)} turns"
+    if len(decoys):
+        judged += f", and as a control {len(decoys)} after a wrong conversation or response"
+    facts = [f"judged {judged}; {rows['item'].nunique()} of them distinct, in {seconds:.0f} s"]
     if tokens := rows["prompt_tokens"].sum() + rows["completion_tokens"].sum():
         facts.append(f"{tokens} tokens")
     if rows["cost"].notna().any():

@@ -3,8 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import pandas as pd
+
 from ia_mech.cli import one_line
-from ia_mech.judge.rubric import heading
+from ia_mech.judge.rubric import Rubric, heading
 from ia_mech.run import Run
 from ia_mech.run.labelled import FAILED
 from ia_mech.run.queries import exchange
@@ -59,6 +61,13 @@ def labelled_turns(run: Run, judge: str, count: int) -> list[Labelled]:
         if len(found) == len(chosen):
             break
     return [found[at] for at in chosen.index]
+
+
+def counts_of(categories: pd.Series, rubric: Rubric) -> str:
+    """How many turns have each category, in the rubric's order."""
+    counts = categories.value_counts()
+    listed = [f"{heading(name)} {counts[name]}" for name in rubric.names if name in counts]
+    return ", ".join(listed) or "none"
 
 
 def lines_of(turns: list[Labelled], *, rationale: bool = False) -> Iterator[str]:

@@ -75,8 +75,8 @@ def verdict(estimates: pd.DataFrame, level: float = 0.95, fit: float = math.inf)
     found, tried, shown_at, best = chosen
     if (few := found[RISE]["sources"]) < LEAST:
         return (
-            f"{few:g} queries can't tell whether sampling brings out follow-ups that greedy "
-            f"decoding hides. That takes {LEAST} queries (raise --limit of sample, or --queries of "
+            f"With {few:g} queries it can't be told whether sampling brings out follow-ups that "
+            f"greedy decoding hides. That takes {LEAST} queries (raise --limit of sample, or --queries of "
             "study)."
         )
 
@@ -130,7 +130,10 @@ def conclusion(estimates: pd.DataFrame, level: float = 0.95, fit: float = math.i
         return ""
     found, _, shown_at, best = chosen
     if (few := found[RISE]["sources"]) < LEAST:
-        return f"{few:g} queries can't tell whether sampling brings out more: that takes {LEAST}."
+        return (
+            f"With {few:g} queries it can't be told whether sampling brings out more: that takes "
+            f"{LEAST}."
+        )
     if found[RISE]["gate"] == NOT_PASSED:
         return "Most of what this judge calls follow-ups fits other conversations, too."
     if best in shown_at:

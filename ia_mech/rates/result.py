@@ -380,7 +380,9 @@ def _figures(whole: pd.DataFrame, each: pd.DataFrame, judged: JudgedTurns) -> di
         numbered = "" if number == 1 else f"-{number}"
         if judged.by is not None:
             field, own = one_line(judged.by, 40), each[matching(each, _subject(of))]
-            drawings[f"by field{numbered}"] = figures.draw_by(own, figures.gate_title(f"{name}, by {field}", gate))
+            drawings[f"by field{numbered}"] = figures.draw_by(
+                own, figures.gate_title(f"{name}, by {field}", gate)
+            )
             name += f", all values of {field} together"
         last[f"rates{numbered}"] = figures.draw_rates(
             of, figures.gate_title(name, gate), highest(judged.record)
