@@ -61,7 +61,7 @@ def test_each_has_its_greedy_continuation(architecture, tokenizer, tmp_path):
 
 
 def test_it_takes_one_temperature_and_no_drawn_tokens(tiny_subject, tmp_path):
-    with pytest.raises(UserError, match="^samples does nothing with first_tokens: a turn goes on"):
+    with pytest.raises(UserError, match=r"^samples does nothing with first_tokens: a turn goes on"):
         sample(tmp_path / "run", first_tokens=0.9, samples=2, temperatures=1)
     for more in ({}, {"temperatures": 0.7, "drawn_tokens": 1}):
         with pytest.raises(UserError, match="by their probability at one temperature"):

@@ -62,7 +62,8 @@ class Plan:
     """The plan of a run. All shards of a run make the same.
 
     ``files`` of the model and the ``source`` of conversations are opened here if they aren't given,
-    and the source is read unless its ``rows`` are given, all that it has; the ``device`` is the one of this machine that is set, unless it is elsewhere.
+    and the source is read unless all of its ``rows`` are given. The ``device`` is the one of this
+    machine that is set, unless it is elsewhere.
 
     Attributes:
         settings: with their ``batch_rows``, the most rows that are decoded together.

@@ -67,8 +67,8 @@ def draw_rates(estimates: pd.DataFrame, title: str, fit: float = math.inf) -> Fi
     figure.set_label(
         "Left: the share of turns that the judge calls follow-ups, the share of the same turns "
         "that it calls follow-ups after a wrong conversation (one of another query), and the "
-        "excess, which is the difference of the two, with their intervals. Right: the share of turns in each category. Turns that the "
-        "judge could not assess, or failed on, are left out."
+        "excess, which is the difference of the two, with their intervals. Right: the share of "
+        "turns in each category. Turns that the judge could not assess, or failed on, are left out."
         + " *: above the temperatures of the judge's fit."
         * bool(temperatures[-1] > fit)
     )

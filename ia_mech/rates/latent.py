@@ -76,8 +76,8 @@ def verdict(estimates: pd.DataFrame, level: float = 0.95, fit: float = math.inf)
     if (few := found[RISE]["sources"]) < LEAST:
         return (
             f"With {few:g} queries it can't be told whether sampling brings out follow-ups that "
-            f"greedy decoding hides. That takes {LEAST} queries (raise --limit of sample, or --queries of "
-            "study)."
+            f"greedy decoding hides. That takes {LEAST} queries (raise --limit of sample, or "
+            "--queries of study)."
         )
 
     def told(quantity: str) -> tuple[bool, str]:

@@ -1,4 +1,4 @@
-"""What ``ia-mech report`` prints: how many turns are follow-ups, the control, three turns to see."""
+"""What ``ia-mech report`` prints: how many turns are follow-ups, the control, and three turns."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
