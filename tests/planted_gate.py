@@ -14,7 +14,7 @@ import torch
 from planted_reaction import ECHO, IS_BOS, IS_NAME, IS_TURN, NAMES, READ, READ_OUT
 
 from experiments.experiment import Model
-from experiments.fit import SteeredContext
+from experiments.steering import SteeredContext
 from ia_mech.engine.intervene import Add
 from ia_mech.engine.score import Turn
 

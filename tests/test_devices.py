@@ -26,7 +26,8 @@ from transformers.cache_utils import KVSharingDict
 
 from experiments import elicit, locate, steering
 from experiments.experiment import Model
-from experiments.fit import Learning, SteeredContext, learn
+from experiments.learned_vector import Learning, learn
+from experiments.steering import SteeredContext
 from ia_mech.collect import job
 from ia_mech.collect.capture import Wanted, capture
 from ia_mech.display import Quiet
@@ -237,7 +238,7 @@ def test_gradients_go_through_both_devices(architecture, gpus):
         )
         for n in (9, 12)
     )
-    unit = Learning("", "", 0, 0, "own", contexts, dose=0.4, steps=2, seed=0)
+    unit = Learning("", "", 0, contexts, steps=2, seed=0)
     found = []
     for model in (over_two(architecture), tiny.model(architecture)):
         install(model)
