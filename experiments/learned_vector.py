@@ -26,6 +26,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -37,7 +38,7 @@ from experiments.experiment import Conclusion, Experiment, Model, Unit, flag
 from experiments.judged import Arms
 from experiments.outcome import EXCESS
 from experiments.shown import Drawing, Lines, only
-from experiments.steering import FILE, SteeredContext, labelled, steered_context
+from experiments.steering import FILE, SteeredContext, labelled
 from ia_mech.cli import whole_from
 from ia_mech.errors import UserError
 from ia_mech.estimates import ALL, TidyEstimate, all_datasets, by_quantity
@@ -98,27 +99,22 @@ def learn(model: Model, unit: Learning) -> np.ndarray:
     from ia_mech.models.load import text_config
 
     network = model.subject.model
-    keys = [one.ids[: one.start] for one in unit.contexts]
-    prefixes = list(dict.fromkeys(keys))
+    prefixes = list(dict.fromkeys(one.prefix for one in unit.contexts))
     groups, order = prefill_all(network, [Prefix(ids) for ids in prefixes], model.on_tokens)
     place = {prefixes[at]: number for number, at in enumerate(order)}
     draw = torch.Generator().manual_seed(unit.seed)
 
     def cross_entropy(along: "Tensor", dose: float) -> "Tensor":
         """Of a new batch, in nats per token."""
-        drawn = torch.randperm(len(keys), generator=draw)[:BATCH].tolist()
-        some = [unit.contexts[i] for i in sorted(drawn, key=lambda i: place[keys[i]])]
-        steered = [
-            (one.header, turn)
-            for one in some
-            for turn in one.steered_turns(place[one.ids[: one.start]], along, dose)
-        ]
-        log = differentiable_logits(network, groups, [turn for _, turn in steered]).log_softmax(-1)
+        drawn = torch.randperm(len(unit.contexts), generator=draw)[:BATCH].tolist()
+        some = sorted((unit.contexts[i] for i in drawn), key=lambda one: place[one.prefix])
+        turns = [t for one in some for t in one.steered_turns(place[one.prefix], along, dose)]
+        log = differentiable_logits(network, groups, turns).log_softmax(-1)
         model.on_tokens(sum(one.scored for one in some))
         said = []
-        for own, (end, turn) in zip(log, steered, strict=True):
-            ids = torch.tensor([turn.ids[end:]], device=log.device).T
-            said.append(own[end : len(turn.ids)].gather(-1, ids))
+        for own, turn in zip(log, turns, strict=True):
+            ids = torch.tensor([turn.ids[turn.whole_at :]], device=log.device).T
+            said.append(own[turn.whole_at : len(turn.ids)].gather(-1, ids))
         return -torch.cat(said).mean()
 
     along = torch.randn(text_config(network.config).hidden_size, generator=draw).requires_grad_()
@@ -143,8 +139,8 @@ class Vectors(Arms):
 
     Attributes:
         layers, positions: where vectors are added.
-        taught: of each half that learns: what a vector is of → contexts, each with a turn that is
-            to become likely. The layer is still to be set.
+        taught: of each vector the contexts that it is learned from, each with a turn that is to
+            become likely.
         tried: of each half that learns, the other half's contexts, as ``Query.contexts``.
     """
 
@@ -152,7 +148,7 @@ class Vectors(Arms):
     terms: ClassVar[Sequence[str]]  # what vectors are of
     layers: Sequence[int]
     positions: tuple[str, ...]
-    taught: list[dict[str, list[SteeredContext]]]
+    taught: dict[Name, tuple[SteeredContext, ...]]
     tried: list[pd.DataFrame]
 
     def vector(self, layer: int, direction: np.ndarray, dose: float = DOSE) -> SteeringVector:
@@ -167,13 +163,12 @@ class Vectors(Arms):
         """Refuse layers or positions that the model lacks."""
         model, names = self.runs[0].model, list(self.runs[0].contexts["positions"].iloc[0])
         for layer in self.layers:
-            anything = self.vector(layer, np.ones(model["d_model"]))
-            anything.check(model["layers"], model["d_model"], names)
+            replace(self.anything, layer=layer).check(model["layers"], model["d_model"], names)
 
-    def steered(self, query: Query, k: int, turn: Sequence[int] = (0,)) -> SteeredContext:
-        """A query's context with a turn, steered after the first layer."""
-        anything = self.vector(self.layers[0], np.ones(self.runs[0].model["d_model"]))
-        return steered_context(query, k, anything, (turn,))
+    @cached_property
+    def anything(self) -> SteeringVector:
+        """A vector after the first layer."""
+        return self.vector(self.layers[0], np.ones(self.runs[0].model["d_model"]))
 
     @cached_property
     def contexts(self) -> pd.DataFrame:
@@ -181,25 +176,15 @@ class Vectors(Arms):
 
     # -- measure ----------------------------------------------------------------------------------
 
-    @property
-    def learnings(self) -> dict[Name, Learning]:
-        """All vectors that are learned."""
-        return {
-            (half, layer, term): self._learning(half, [replace(one, layer=layer) for one in some])
-            for half, those in enumerate(self.taught)
-            for layer in self.layers
-            for term, some in those.items()
-        }
-
-    def _learning(self, half: int, contexts: Sequence[SteeredContext]) -> Learning:
-        tokens = sum(len(ids) for ids in {one.ids[: one.start] for one in contexts})
-        batch = min(BATCH, len(contexts)) * sum(one.scored for one in contexts) // len(contexts)
-        tokens += (self.args.steps + 1) * batch
-        how = self.args.steps, self.args.seed
-        return Learning(f"half {half + 1}", "", tokens, tuple(contexts), *how)
-
     def units(self) -> list[Learning]:
-        return list(self.learnings.values())
+        """All vectors that are learned."""
+        found, args = [], self.args
+        for (half, *_), some in self.taught.items():
+            tokens = sum(len(ids) for ids in {one.prefix for one in some})
+            batch = min(BATCH, len(some)) * sum(one.scored for one in some) // len(some)
+            tokens += (args.steps + 1) * batch
+            found.append(Learning(f"half {half + 1}", "", tokens, some, args.steps, args.seed))
+        return found
 
     def plan(self) -> dict[str, str]:
         vectors = len(self.layers) * len(self.terms)
@@ -210,7 +195,7 @@ class Vectors(Arms):
     def directions(self) -> dict[Name, np.ndarray]:
         """What is learned."""
         learned = self.measure_units(self.units(), "learning vectors")["direction"]
-        return dict(zip(self.learnings, learned, strict=True))
+        return dict(zip(self.taught, learned, strict=True))
 
     @cached_property
     def vectors(self) -> dict[Name, SteeringVector]:
@@ -301,7 +286,7 @@ class LearnedVector(Vectors):
             raise UserError(few, "sample more queries")
         self.part = parts_of(self.queries, args.seed)
         halves = [[one for one in self.queries if self.part[one.source] // 2 == n] for n in (0, 1)]
-        self.taught, self.tried = [], []
+        self.taught, self.tried = {}, []
         for half, queries in enumerate(halves[:1] if args.quick else halves):
             found = self._examples(queries, np.random.default_rng([args.seed, 4, half]))
             if not found:
@@ -309,7 +294,9 @@ class LearnedVector(Vectors):
                     f"half {half + 1} of the queries has no sampled follow-up to learn from",
                     "sample more turns (--samples), or more queries",
                 )
-            self.taught.append({term: [one[term] for one in found] for term in LEARNED})
+            for layer, term in product(self.layers, LEARNED):
+                some = (replace(one[term], layer=layer) for one in found)
+                self.taught[half, layer, term] = tuple(some)
             self.tried.append(pd.concat([query.contexts for query in halves[1 - half]]))
             of = len({one[OWN].source for one in found})
             self.notes.append(f"half {half + 1} learns from {len(found)} turns of {of} queries.")
@@ -333,10 +320,11 @@ class LearnedVector(Vectors):
                     other = foreign[rng.integers(len(foreign))]
                     alike = np.flatnonzero(np.array(other.complete) == complete)
                     those = alike if len(alike) else np.arange(len(other.contexts))
+                    steered = partial(SteeredContext.of, vector=self.anything, turns=(ids,))
                     pairs = {
-                        OWN: self.steered(query, k, ids),
-                        SIBLING: self.steered(query, int(rng.choice(others)), ids),
-                        OTHER: self.steered(other, int(rng.choice(those)), ids),
+                        OWN: steered(query, k),
+                        SIBLING: steered(query, int(rng.choice(others))),
+                        OTHER: steered(other, int(rng.choice(those))),
                     }
                     found.append((len(found) - before, pairs))
         found.sort(key=lambda one: one[0])

@@ -10,8 +10,8 @@ the dose at which its KL at the header is the same (--kl) on 24 conversations, d
 that it was learned from; the KL on the others is reported. Labels of first tokens are those
 of turns without a vector. Intervals are over queries, for these very vectors.
 
-Needs: ``ia-mech mass`` of each run by the same judge, and a model whose passes have gradients. Cost:
-minutes (135M, two cores), and two greedy turns after each conversation.
+Needs: ``ia-mech mass`` of each run by the same judge, and a model whose passes have gradients.
+Cost: minutes (135M, two cores), and two greedy turns after each conversation.
 
     ia-mech mass cache/RUN
     ia-mech mass-vector cache/RUN --layer 15
@@ -36,7 +36,7 @@ from experiments.learned_vector import BATCH, UNIT, UNSTEERED, Name, Vectors, pl
 from experiments.mass import SHARE
 from experiments.outcome import IN_ROLE, RATE
 from experiments.shown import Bars, Drawing, tables_of, told
-from experiments.steering import SteeredContext, Tried, dosing
+from experiments.steering import SteeredContext, dosing
 from ia_mech.cli import above_zero, whole_from
 from ia_mech.errors import UserError
 from ia_mech.estimates import TidyEstimate, all_datasets, by_dataset
@@ -49,14 +49,13 @@ LEARNED, PERMUTED = "follow-ups", "permuted labels"  # what vectors are of
 OF_MASS, OF_ROLE, REST = "follow-up mass", "mass in role", "not covered"
 GREEDY, GREEDY_ROLE, KL = "greedy follow-ups", "greedy in role", "KL at the header"
 SHARES = OF_MASS, OF_ROLE, GREEDY, GREEDY_ROLE
-LESS = {PERMUTED: "minus permuted", UNSTEERED: "minus unsteered"}
 COMPARED, ALONE = dict.fromkeys(SHARES, (0.0, 1.0)), {REST: (0.0, 1.0), KL: (0.0, np.inf)}
 DRAWN = 8  # first tokens of a context to learn from, drawn by their probability
 DOSED = 24  # contexts, at most, drawn to seek a dose on
 
 
-@dataclass(frozen=True)
-class FirstTokens(Tried):
+@dataclass(frozen=True, kw_only=True)
+class FirstTokens(SteeredContext):
     """A context, whose turn doesn't matter, with those of its first tokens whose turn was assessed.
 
     Attributes:
@@ -87,7 +86,7 @@ class FirstTokens(Tried):
         labels = rng.permutation(self.follow_up) if permuted else self.follow_up
         held = np.array(self.p) * labels
         tokens = rng.choice(self.firsts, DRAWN, p=held / held.sum()).tolist()
-        return [replace(self.context, turns=((token,),)) for token in tokens]
+        return [replace(self, turns=((token,),)) for token in tokens]
 
     def rows(self, model: Model) -> pd.DataFrame:
         """A row without a direction, and one under each: the masses, and the KL."""
@@ -104,8 +103,8 @@ class MassVector(Vectors):
     positions = ("header_last",)
     terms = LEARNED, PERMUTED
     less: ClassVar = {
-        LESS[PERMUTED]: {"term": PERMUTED},
-        LESS[UNSTEERED]: {"layer": UNIT, "term": UNSTEERED},
+        "minus permuted": {"term": PERMUTED},
+        "minus unsteered": {"layer": UNIT, "term": UNSTEERED},
     }
     columns: ClassVar[Mapping[str, str]] = {"dataset": "str", "term": "str", "layer": "Int64"}
 
@@ -128,7 +127,7 @@ class MassVector(Vectors):
         of = halves_of((query.source for query in self.queries), seed)
         each = list(self._first_tokens())
         self.halves = [[one for one in each if of[one.source] == half] for half in (0, 1)]
-        self.taught = []
+        self.taught = {}
         for half, own in enumerate(self.halves):
             some = [one for one in own if one.teaches]
             if not some:
@@ -137,11 +136,10 @@ class MassVector(Vectors):
                     "tokens lead to follow-ups, and others don't",
                     "measure the mass of more queries: ia-mech mass with --queries",
                 )
-            drawn = {}
             for term in self.terms:
                 rng = np.random.default_rng([seed, 5, half])
-                drawn[term] = [c for one in some for c in one.drawn(term == PERMUTED, rng)]
-            self.taught.append(drawn)
+                drawn = (context for one in some for context in one.drawn(term == PERMUTED, rng))
+                self.taught[half, self.layers[0], term] = tuple(drawn)
         contexts = pd.concat([query.contexts for query in self.queries])
         contexts.index = pd.MultiIndex.from_frame(contexts[["dataset", "context_id"]])
         names = [[(one.dataset, one.context_id) for one in own] for own in self.halves]
@@ -161,12 +159,15 @@ class MassVector(Vectors):
             assessed = found[found[SHARE].notna()]
             for key, own in assessed.groupby(["dataset", "context_id"], sort=False):
                 if place := places.get((str(run.path), *key)):
-                    query, k = place
-                    context, labels = self.steered(query, k), own[[SHARE, IN_ROLE]].to_numpy()
-                    tokens = tuple(own["token"].tolist()), tuple(own["p"].tolist())
-                    what = *tokens, tuple(map(tuple, labels.tolist())), self.args.temperature
-                    unit = query.source, query.dataset, 0, context, (), (), key[1]
-                    yield FirstTokens(*unit, *what)
+                    labels = tuple(map(tuple, own[[SHARE, IN_ROLE]].to_numpy().tolist()))
+                    yield FirstTokens.of(
+                        *(*place, self.anything, ((0,),)),
+                        context_id=key[1],
+                        firsts=tuple(own["token"].tolist()),
+                        p=tuple(own["p"].tolist()),
+                        labels=labels,
+                        temperature=self.args.temperature,
+                    )
 
     # -- measure ----------------------------------------------------------------------------------
 
@@ -177,7 +178,7 @@ class MassVector(Vectors):
         searches = []
         for half, own in enumerate(self.halves):
             drawn = np.random.default_rng([self.args.seed, 6, half]).permutation(len(own))[:DOSED]
-            some = (own[at].context for at in sorted(drawn))
+            some = [own[at] for at in sorted(drawn)]
             along = [self.directions[half, self.layers[0], term] for term in self.terms]
             searches.append(dosing(f"half {half + 1}", some, along, self.args.kl))
         doses = self.measure_units(searches, "doses of one KL")["dose"]
@@ -247,7 +248,7 @@ class MassVector(Vectors):
             return told(all_datasets(found), quantity, digits, term=term)
 
         def moved(what: str, quantity: str) -> str:
-            apart = said(f"{quantity}, {LESS[PERMUTED]}", LEARNED, "+.2f")
+            apart = said(f"{quantity}, minus permuted", LEARNED, "+.2f")
             return (
                 f"{what} is {said(quantity, LEARNED)} under the vector, "
                 f"{said(quantity, PERMUTED)} under the control and {said(quantity, UNSTEERED)} "

@@ -64,29 +64,52 @@ BEYOND, RANK = "log-odds, change beyond other directions'", "share of other dire
 
 
 @dataclass(frozen=True)
-class SteeredContext:
-    """A context with turns, and where the model is steered.
+class SteeredContext(Unit):
+    """A context with turns, where the model is steered, and along what.
 
     Attributes:
-        source: of its query.
         ids: with the open header.
         layer: whose states are moved; 0 = embeddings.
         at: indices of the context's tokens that are steered.
         in_turn: whether each token of a turn is, too.
         turns: ids of each.
+        directions, doses: ``[d_model]`` each, and of each the length of what is added, in norms of
+            the state that it is added to.
     """
 
-    source: str
     ids: tuple[int, ...]
     layer: int
     at: tuple[int, ...]
     in_turn: bool
     turns: tuple[tuple[int, ...], ...]
+    directions: tuple[tuple[float, ...], ...] = ()
+    doses: tuple[float, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        query: Query,
+        k: int,
+        vector: SteeringVector,
+        turns: Iterable[Sequence[int]],
+        **more: Any,
+    ) -> Self:
+        """The context of a query's response k with turns, steered where a vector says."""
+        named = query.contexts["positions"].iloc[k]
+        places = {name: None if pd.isna(at) else int(at) for name, at in named.items()}
+        at = sorted({at for one in vector.at_context(places) for at in one.positions})
+        what = query.token_ids[k], vector.layer, tuple(at), TURN in vector.positions
+        return cls(query.source, query.dataset, 0, *what, tuple(map(tuple, turns)), **more)
 
     @property
     def start(self) -> int:
         """Index of the first token that is scored with a turn, so that it can be steered."""
         return min((*self.at, len(self.ids) - 1))
+
+    @property
+    def prefix(self) -> tuple[int, ...]:
+        """The tokens before those that are scored."""
+        return self.ids[: self.start]
 
     @property
     def header(self) -> int:
@@ -115,36 +138,10 @@ class SteeredContext:
             found.append(Turn(number, tokens, interventions=steered, whole_at=self.header))
         return found
 
-
-def steered_context(
-    query: Query, k: int, vector: SteeringVector, turns: Sequence[Sequence[int]]
-) -> SteeredContext:
-    """A context of a query with turns, steered where a vector says."""
-    named = query.contexts["positions"].iloc[k]
-    places = {name: None if pd.isna(at) else int(at) for name, at in named.items()}
-    at = sorted({at for one in vector.at_context(places) for at in one.positions})
-    site = vector.layer, tuple(at), TURN in vector.positions
-    return SteeredContext(query.source, query.token_ids[k], *site, tuple(map(tuple, turns)))
-
-
-@dataclass(frozen=True)
-class Tried(Unit):
-    """A context under directions.
-
-    Attributes:
-        context: with its turns.
-        directions, doses: ``[d_model]`` each, and of each the length of what is added, in norms of
-            the state that it is added to.
-    """
-
-    context: SteeredContext
-    directions: tuple[tuple[float, ...], ...]
-    doses: tuple[float, ...]
-
     def under(self, directions: Iterable[Iterable[float]], doses: Iterable[float]) -> Self:
         """The same under other directions."""
         along = tuple(map(tuple, directions))
-        tokens = self.context.start + self.context.scored * (1 + len(along))
+        tokens = self.start + self.scored * (1 + len(along))
         return replace(self, tokens=tokens, directions=along, doses=tuple(doses))
 
     def scores(self, model: Model) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -153,18 +150,18 @@ class Tried(Unit):
         ``[1 + directions]`` KLs of these from the first."""
         import torch
 
-        one, turns = self.context, self.context.steered_turns(0)
+        turns = self.steered_turns(0)
         for direction, dose in zip(self.directions, self.doses, strict=True):
-            turns += one.steered_turns(0, torch.tensor(direction), dose)
-        scores, count = model.score([one.ids[: one.start]], turns), len(one.turns)
-        sums = [each.logprobs_raw[one.header :].sum(dtype=np.float64) for each in scores]
-        first = np.array([each.whole for each in scores[::count]], dtype=np.float64)
+            turns += self.steered_turns(0, torch.tensor(direction), dose)
+        scores, count = model.score([self.prefix], turns), len(self.turns)
+        sums = [one.logprobs_raw[self.header :].sum(dtype=np.float64) for one in scores]
+        first = np.array([one.whole for one in scores[::count]], dtype=np.float64)
         kl = (np.exp(first) * (first - first[0])).sum(1).clip(0)
         return np.reshape(sums, (-1, count)), first, kl
 
 
-class Odds(Tried):
-    """Two turns of a context: one that the judge calls a follow-up, and one that it doesn't."""
+class Odds(SteeredContext):
+    """A context with two turns: one that the judge calls a follow-up, and one that it doesn't."""
 
     def rows(self, model: Model) -> pd.DataFrame:
         """A row per direction: ``draw`` (its number: 0 is the direction), and in nats ``kl`` at the
@@ -188,8 +185,8 @@ class Dosing(Unit):
         """A row per direction with its ``dose``, at which its KL, a mean over sources, is the
         wanted one; NaN if none comes near."""
         # Of the first token alone: a turn whose one token doesn't matter.
-        firsts = [Tried("", "", 0, replace(one, turns=((0,),)), (), ()) for one in self.contexts]
-        sources = [one.source for one in self.contexts]
+        firsts = [replace(one, turns=((0,),)) for one in self.contexts]
+        sources = [one.source for one in firsts]
 
         def kl_of(some: np.ndarray, doses: np.ndarray) -> np.ndarray:
             along = [self.directions[n] for n in some]
@@ -292,7 +289,7 @@ def labelled(queries: Iterable[Query], judged: JudgedTurns) -> Iterator[tuple[Qu
         yield query, turns.assign(label=np.where(used, label, np.nan))
 
 
-def contexts_of(query: Query, turns: pd.DataFrame, vector: SteeringVector) -> list[SteeredContext]:
+def contexts_of(query: Query, turns: pd.DataFrame, vector: SteeringVector) -> list[Odds]:
     """A query's contexts with one follow-up and one other of its :func:`labelled` turns each,
     steered where a vector says."""
     order = {"label": False, "temperature": False, "sample": True}  # follow-ups first
@@ -300,7 +297,7 @@ def contexts_of(query: Query, turns: pd.DataFrame, vector: SteeringVector) -> li
     turns = turns.sort_values(list(order), ascending=list(order.values()), kind="stable")
     each = turns.drop_duplicates(["followed", "label"]).groupby("followed")["token_ids"]
     both = {k: [ids.tolist()[:TOKENS] for ids in pair] for k, pair in each if len(pair) == 2}
-    return [steered_context(query, k, vector, both[k]) for k in list(both)[:RESPONSES]]
+    return [Odds.of(query, k, vector, both[k]) for k in list(both)[:RESPONSES]]
 
 
 class Steering(Experiment):
@@ -329,8 +326,7 @@ class Steering(Experiment):
         choosing, self.reported = ([one for one in used if half[one.source] == n] for n in (0, 1))
         own = self.vector.direction.double().numpy()
         self.directions = [one.tolist() for one in (own, *self._others(own))]
-        what = "all that choose", [one.context for one in choosing], self.directions
-        self.search = dosing(*what, self.args.kl)
+        self.search = dosing("all that choose", choosing, self.directions, self.args.kl)
 
     def _others(self, own: np.ndarray) -> np.ndarray:
         """``[OTHERS, d_model]`` that the direction is compared with; UserError if none fit."""
@@ -375,17 +371,15 @@ class Steering(Experiment):
 
     def _contexts(self) -> list[Odds]:
         """The contexts with turns to compare."""
-        each = [
-            (query, contexts_of(query, turns, self.vector))
-            for query, turns in labelled(self.queries, self.verdicts)
-        ]
+        turns = labelled(self.queries, self.verdicts)
+        each = [contexts_of(query, own, self.vector) for query, own in turns]
         which = "response after which the judge calls some turns follow-ups and not others"
-        if (used := sum(bool(some) for _, some in each)) < 4:
+        if (used := sum(map(bool, each))) < 4:
             few = f"{used} queries have a {which}"
             raise UserError(few, "sample more turns (--samples), or more queries")
         if less := len(each) - used:
             self.notes.append(f"{less} queries have no {which}; they are left out.")
-        return [Odds(q.source, q.dataset, 0, one, (), ()) for q, some in each for one in some]
+        return [one for some in each for one in some]
 
     # -- measure ----------------------------------------------------------------------------------
 

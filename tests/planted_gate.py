@@ -55,7 +55,7 @@ def queries(count: int, seed: int) -> list[list[SteeredContext]]:
             if number % 3 == 2:
                 ids = [JUNK if one == planted.NAME + name else one for one in ids]
             where = tuple(ids), 0, at, False
-            some.append(SteeredContext(f"q{number}", *where, (planted.turn(name, 1),)))
+            some.append(SteeredContext(f"q{number}", "", 0, *where, (planted.turn(name, 1),)))
         found.append(some)
     return found
 

@@ -234,7 +234,7 @@ def test_the_main_job_equals_that_on_one_device(
 def test_gradients_go_through_both_devices(architecture, gpus):
     contexts = tuple(
         SteeredContext(
-            "q", tuple(tiny.prompt(n, n)), 2, (n - 1,), True, (tuple(tiny.prompt(4, 4)),)
+            "q", "", 0, tuple(tiny.prompt(n, n)), 2, (n - 1,), True, (tuple(tiny.prompt(4, 4)),)
         )
         for n in (9, 12)
     )

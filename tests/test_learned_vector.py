@@ -63,7 +63,7 @@ def test_what_is_learned_makes_the_turns_likely_where_it_is_added(architecture, 
     for seed in range(5):
         ids = tuple(tiny.prompt(12 + seed, seed))
         at, turn = (len(ids) - 2, len(ids) - 1), tuple(tiny.prompt(3 + seed, 50 + seed))
-        contexts.append(SteeredContext("q", ids, 2, at, in_turn, (turn,)))
+        contexts.append(SteeredContext("q", "", 0, ids, 2, at, in_turn, (turn,)))
     model = Model(SimpleNamespace(model=network), None)
     with torch.inference_mode():  # as in a worker
         (direction,) = learning(contexts).rows(model)["direction"]
@@ -90,7 +90,8 @@ def test_what_is_learned_makes_the_turns_likely_where_it_is_added(architecture, 
 
 
 def test_recurrent_layers_without_a_gradient_are_refused_by_name():
-    contexts = [SteeredContext("q", tuple(tiny.prompt(12, 0)), 2, (11,), False, ((5, 6, 7),))]
+    ids = tuple(tiny.prompt(12, 0))
+    contexts = [SteeredContext("q", "", 0, ids, 2, (11,), False, ((5, 6, 7),))]
     model = Model(SimpleNamespace(model=tiny.model("qwen3_5")), None)
     with pytest.raises(UserError, match="passes of Qwen3_5ForCausalLM have no gradient"):
         learn(model, learning(contexts))
@@ -263,8 +264,9 @@ def test_turns_are_paired_with_their_own_response_a_sibling_and_another_query(ru
     accepted = turns[(turns["follow_up"] == 1) & (turns["temperature"] > 0)]
     sampled = run.generations.set_index(["context_id", "temperature"])["token_ids"]
     learned = 0
-    for half, those in enumerate(one.taught):
-        for own, sibling, other in zip(*(those[term] for term in LEARNED), strict=True):
+    for half in (0, 1):
+        each = (one.taught[half, one.layers[0], term] for term in LEARNED)
+        for own, sibling, other in zip(*each, strict=True):
             assert own.turns == sibling.turns == other.turns
             (mine, k), (same, j), (foreign, _) = (place[x.ids] for x in (own, sibling, other))
             assert mine is same and mine is not foreign

@@ -20,15 +20,14 @@ from experiments.mass_vector import (
     GREEDY,
     KL,
     LEARNED,
-    LESS,
     OF_MASS,
     OF_ROLE,
-    PERMUTED,
     REST,
     FirstTokens,
+    MassVector,
     main,
 )
-from experiments.steering import SteeredContext, dosing
+from experiments.steering import dosing
 from ia_mech import results
 from ia_mech.estimates import frame_of
 from ia_mech.run import Run
@@ -43,13 +42,14 @@ def test_a_vector_that_is_learned_from_first_tokens_moves_their_mass_at_its_kl()
     contexts = []
     for seed in range(6):
         ids = tuple(tiny.prompt(12 + seed, seed))
-        contexts.append(SteeredContext("q", ids, 2, (len(ids) - 1,), False, ((0,),)))
+        where = ids, 2, (len(ids) - 1,), False, ((0,),)
+        labels = tuple((float(token in LIKED), 1.0) for token in TOKENS)
+        names = {"context_id": "", "firsts": TOKENS, "p": (0.01,) * 20, "labels": labels}
+        contexts.append(FirstTokens("q", "", 1, *where, **names, temperature=0.7))
     taught = tuple(replace(one, turns=((token,),)) for one in contexts for token in LIKED)
     along = tuple(learn(model, Learning("", "", 1, taught, 10, 0)).tolist())
     (dose,) = dosing("", contexts, [along], 0.1).rows(model)["dose"]
-    labels = tuple((float(token in LIKED), 1.0) for token in TOKENS)
-    what = (along,), (dose,), "", TOKENS, (0.01,) * 20, labels, 0.7
-    found = pd.concat([FirstTokens("", "", 1, one, *what).rows(model) for one in contexts])
+    found = pd.concat([one.under([along], [dose]).rows(model) for one in contexts])
     plain, moved = (found[found["draw"] == draw] for draw in (0, 1))
     assert (moved[OF_MASS].to_numpy() > plain[OF_MASS].to_numpy()).all()
     assert (plain[KL] == 0).all() and moved[KL].mean() == pytest.approx(0.1, rel=0.11)
@@ -62,8 +62,10 @@ def test_a_vector_that_is_learned_from_first_tokens_moves_their_mass_at_its_kl()
 @pytest.fixture
 def runs(siblings, tiny_subject, tmp_path, monkeypatch) -> tuple[Run, Run]:
     """Two runs of a model, of four queries and of one, judged."""
-    data = scored.dataset(tmp_path / "more.jsonl", scored.CONVERSATIONS[4:5])
-    settings = replace(Settings.read(siblings.settings), dataset=data)
+    data = tmp_path / "more.jsonl"
+    scored.dataset(data, scored.CONVERSATIONS[4:5])
+    data.write_text(data.read_text().replace('"c0"', '"c4"'))
+    settings = replace(Settings.read(siblings.settings), dataset=str(data))
     more = sampled(settings, tiny_subject, tmp_path / "sampled", Silent())
     each = zip(("run", "more"), (siblings, more), strict=True)
     return tuple(judged_by_chance(one, tmp_path / name, monkeypatch) for name, one in each)
@@ -94,7 +96,7 @@ def test_the_command_tries_what_a_half_learned_on_the_other_half(runs, capfd):
     words += ["--steps", "2", "--layer", "2", "--kl", "0.01"]
     planned = call(main, [*words, "--dry-run"], capfd)
     assert planned.status == 0, planned.err
-    assert "conversations under each of two vectors" in planned.out
+    assert "20 conversations under each of 2 vectors" in planned.out
     outcome = call(main, [*words, "--full"], capfd)
     assert outcome.status == 0, outcome.err
     assert "On queries that a vector wasn't learned from, the follow-up mass is" in outcome.out
@@ -116,6 +118,6 @@ def test_the_command_tries_what_a_half_learned_on_the_other_half(runs, capfd):
     found = pd.read_parquet(folder / "estimates.parquet")
     value = found.set_index(["quantity", "term"])["value"]
     for quantity in (OF_MASS, GREEDY):
-        for term, less in LESS.items():
-            apart = value[quantity, LEARNED] - value[quantity, term]
+        for less, base in MassVector.less.items():
+            apart = value[quantity, LEARNED] - value[quantity, base["term"]]
             assert value[f"{quantity}, {less}", LEARNED] == pytest.approx(apart)

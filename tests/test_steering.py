@@ -29,7 +29,6 @@ from experiments.steering import (
     Odds,
     SteeredContext,
     Steering,
-    Tried,
     doses_of_equal_kl,
     dosing,
     estimates,
@@ -67,8 +66,8 @@ def test_changes_equal_full_passes_with_plain_hooks(tiny_subject):
     direction = torch.randn(32, generator=torch.Generator().manual_seed(0))
     unit_vector = direction / direction.norm()
     for at, in_turn in (((20,), False), ((17,), True)):
-        context = SteeredContext("q", ids, 2, at, in_turn, turns)
-        tried = Tried("", "", 0, context, (tuple(direction.tolist()),), (0.7,))
+        context = SteeredContext("q", "", 0, ids, 2, at, in_turn, turns)
+        tried = context.under([direction.tolist()], [0.7])
         scored, _, kls = tried.scores(Model(tiny_subject, None))
         sums, firsts = {}, {}
         for name in ("plain", "moved"):
@@ -192,7 +191,7 @@ def test_directions_get_the_doses_of_one_kl():
     made = [planted_context(n) for n in range(4)]
     contexts = tuple(replace(one, layer=5, at=(len(one.ids) - 1,)) for one in made)
     doses = dosing("", contexts, [along, nothing], 1e-3).rows(model)["dose"]
-    each = (Odds("", "", 0, one, (along, nothing), tuple(doses)).rows(model) for one in contexts)
+    each = (one.under([along, nothing], doses).rows(model) for one in contexts)
     reached = pd.concat(each).groupby("draw")["kl"].mean()
     np.testing.assert_allclose(reached, 1e-3, rtol=0.1)
 
@@ -215,12 +214,12 @@ def test_a_dose_is_found_whatever_power_of_it_a_kl_grows_with(power):
 # -- planted truths --------------------------------------------------------------------------------
 
 
-def planted_context(number: int) -> SteeredContext:
+def planted_context(number: int) -> Odds:
     """The context's own turn is no follow-up; that of another name is."""
     made = planted.context(FROM, 4 + number % 4, 1, query=2 + number)
     turns = tuple(planted.turn(name, 4) for name in (TO, FROM))
     at = (made.positions[planted.WRITTEN],)
-    return SteeredContext(f"q{number}", tuple(made.ids), LAYER, at, False, turns)
+    return Odds(f"q{number}", "d", 0, tuple(made.ids), LAYER, at, False, turns)
 
 
 def planted_direction() -> np.ndarray:
@@ -234,11 +233,8 @@ def found_along(direction: np.ndarray, seed: int, dose: float = 0.4) -> pd.DataF
     model, rng = model_of(planted.model(True)), np.random.default_rng(seed)
     states = rng.standard_normal((60, planted.WIDTH))
     drawn = random_directions(states, direction, 19, seed)
-    along = tuple(tuple(one) for one in (direction, *drawn))
-    parts = [
-        Odds("", "", 0, planted_context(n), along, (dose,) * len(along)).rows(model)
-        for n in rng.permutation(24)[:10].tolist()
-    ]
+    what = (direction, *drawn), [dose] * 20
+    parts = [planted_context(n).under(*what).rows(model) for n in rng.permutation(24)[:10].tolist()]
     rows = pd.concat([one.assign(source=str(n), dataset="d") for n, one in enumerate(parts)])
     return estimates_of(estimates(rows, OPTIONS), Steering.columns, 0.95)
 
