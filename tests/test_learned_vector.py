@@ -34,6 +34,7 @@ from experiments.steering import SteeredContext
 from ia_mech.engine.intervene import Add
 from ia_mech.engine.score import Turn
 from ia_mech.errors import UserError
+from ia_mech.estimates import frame_of
 from ia_mech.rates.load import NO_ANNOTATOR, read_runs
 from ia_mech.run import Run
 from ia_mech.stats import cluster_bootstrap
@@ -173,11 +174,8 @@ def estimates_of(
                 ]
                 found = rates_under(model, others, layer, learn(model, learning(pairs, steps=3)))
                 rows += [row | {"term": term} for row in found]
-    found = pd.DataFrame(
-        {"quantity": row.quantity, **row.names, "value": row.estimate.value,
-         "low": row.estimate.low, "high": row.estimate.high, "p": row.p_holm}
-        for row in one.estimate(pd.DataFrame(rows).assign(dataset="d"))
-    )  # fmt: skip
+    each = one.estimate(pd.DataFrame(rows).assign(dataset="d"))
+    found = frame_of(each, LearnedVector.columns)
     return found.set_index(["quantity", "term", "layer"]).sort_index(), one.notes
 
 
@@ -190,14 +188,14 @@ def test_the_layer_at_which_a_planted_gate_opens_is_found():
     assert value[EXCESS, SIBLING, 2] == value[EXCESS, OWN, 4] == 0
     opened = found.loc[(OPENED, CHOSEN)].iloc[0]
     assert opened["value"] == pytest.approx(11 / 16) and opened["low"] > 0
-    assert found["p"][OPENED, OWN, 2] < 0.05 and found["p"][OPENED, OWN, 4] == 1
+    assert found["p_holm"][OPENED, OWN, 2] < 0.05 and found["p_holm"][OPENED, OWN, 4] == 1
     assert notes[-1].startswith("chosen layers: 2 on part 1, 2 on part 2, 2 on part")
 
 
 def test_nothing_is_found_where_nothing_is_behind_the_gate():
     found, _ = estimates_of(planted.model(False), (2,), 8)
     assert found.loc[(OPENED, CHOSEN)].iloc[0]["value"] == 0
-    assert (found.loc[OPENED, "p"].dropna() == 1).all()
+    assert (found.loc[OPENED, "p_holm"].dropna() == 1).all()
 
 
 # -- the command -----------------------------------------------------------------------------------
