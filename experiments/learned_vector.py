@@ -24,32 +24,212 @@ vectors, and four times the run's greedy turns; name a few --layers.
 import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, ClassVar
+from itertools import product
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pandas as pd
 
+from experiments.arms import Arm, conversations_of
 from experiments.control import centred_states, random_directions
-from experiments.experiment import Conclusion, Experiment, flag
-from experiments.fit import BATCH, KEY, UNSTEERED, Learning, SteeredContext, Vectors
+from experiments.experiment import Conclusion, Experiment, Model, Unit, flag
 from experiments.judged import Arms
 from experiments.outcome import EXCESS
 from experiments.shown import Drawing, Lines, only
+from experiments.steering import FILE, SteeredContext, labelled
 from ia_mech.cli import whole_from
 from ia_mech.errors import UserError
 from ia_mech.estimates import ALL, TidyEstimate, all_datasets, by_quantity
 from ia_mech.results import Table
 from ia_mech.run import Run
 from ia_mech.run.queries import Query
-from ia_mech.steering import TURN
+from ia_mech.steering import ADD, TURN, SteeringVector
 
-OWN, SIBLING, OTHER, RANDOM = "own", "siblings", "other queries", "random"  # what vectors are of
-LEARNED = OWN, SIBLING, OTHER
+if TYPE_CHECKING:
+    from torch import Tensor
+
+UNSTEERED, OWN, SIBLING, OTHER = "unsteered", "own", "siblings", "other queries"
+LEARNED, RANDOM = (OWN, SIBLING, OTHER), "random"  # what vectors are of
 CHOSEN = "chosen layer"
 TOKENS = 48  # of a turn that count
+BATCH, RATE = 12, 0.1  # contexts of a step of Adam, most change of a unit vector
+DOSE = 0.5  # length of a vector while it is learned, in norms of the state that it is added to
 UNIT = -1  # of the layer, where nothing is steered
+Name = tuple[int, int, str]  # of a vector: the half that learns it, the layer, what it is of
+
+
+# -- learned ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Learning(Unit):
+    """A direction to be learned.
+
+    Attributes:
+        contexts: each with a turn that is to become likely.
+        steps: of Adam, of :data:`BATCH` turns each.
+        seed: of the start and the batches, which are alike for all that are compared.
+    """
+
+    contexts: tuple[SteeredContext, ...]
+    steps: int
+    seed: int
+
+    def rows(self, model: Model) -> pd.DataFrame:
+        """One row, with the ``direction``."""
+        import torch
+
+        with torch.inference_mode(False):  # workers compute in it
+            return pd.DataFrame([{"direction": learn(model, self)}])
+
+
+def learn(model: Model, unit: Learning) -> np.ndarray:
+    """``[d_model]`` float32 of length 1: the direction that makes turns likely if states are moved
+    along it by :data:`DOSE`. What is minimised is the mean cross-entropy of the turns' tokens.
+
+    The start is the downhill gradient at a dose near 0. After each step of Adam the direction is
+    scaled to length 1.
+    """
+    import torch
+
+    from ia_mech.engine.score import differentiable_logits
+    from ia_mech.engine.state import Prefix, prefill_all
+    from ia_mech.models.load import text_config
+
+    network = model.subject.model
+    prefixes = list(dict.fromkeys(one.prefix for one in unit.contexts))
+    groups, order = prefill_all(network, [Prefix(ids) for ids in prefixes], model.on_tokens)
+    place = {prefixes[at]: number for number, at in enumerate(order)}
+    draw = torch.Generator().manual_seed(unit.seed)
+
+    def cross_entropy(along: "Tensor", dose: float) -> "Tensor":
+        """Of a new batch, in nats per token."""
+        drawn = torch.randperm(len(unit.contexts), generator=draw)[:BATCH].tolist()
+        some = sorted((unit.contexts[i] for i in drawn), key=lambda one: place[one.prefix])
+        turns = [t for one in some for t in one.steered_turns(place[one.prefix], along, dose)]
+        log = differentiable_logits(network, groups, turns).log_softmax(-1)
+        model.on_tokens(sum(one.scored for one in some))
+        said = []
+        for own, turn in zip(log, turns, strict=True):
+            ids = torch.tensor([turn.ids[turn.whole_at :]], device=log.device).T
+            said.append(own[turn.whole_at : len(turn.ids)].gather(-1, ids))
+        return -torch.cat(said).mean()
+
+    along = torch.randn(text_config(network.config).hidden_size, generator=draw).requires_grad_()
+    (uphill,) = torch.autograd.grad(cross_entropy(along, DOSE / 100), along)
+    downhill = -uphill if uphill.norm() > 0 else along.detach()
+    along = (downhill / downhill.norm()).requires_grad_()
+    adam = torch.optim.Adam([along], lr=RATE / len(along) ** 0.5)
+    for _ in range(unit.steps):
+        adam.zero_grad()
+        cross_entropy(along, DOSE).backward()
+        adam.step()
+        with torch.no_grad():
+            along /= along.norm()
+    return along.detach().numpy()
+
+
+class Vectors(Arms):
+    """Vectors are learned on half of the queries. Under them greedy turns of the other half are
+    written and judged.
+
+    :meth:`read` sets these.
+
+    Attributes:
+        layers, positions: where vectors are added.
+        taught: of each vector the contexts that it is learned from, each with a turn that is to
+            become likely.
+        tried: of each half that learns, the other half's contexts, as ``Query.contexts``.
+    """
+
+    by = ("layer", "term")
+    terms: ClassVar[Sequence[str]]  # what vectors are of
+    layers: Sequence[int]
+    positions: tuple[str, ...]
+    taught: dict[Name, tuple[SteeredContext, ...]]
+    tried: list[pd.DataFrame]
+
+    def vector(self, layer: int, direction: np.ndarray, dose: float = DOSE) -> SteeringVector:
+        """A direction as what is added after a layer."""
+        import torch
+
+        model, along = self.runs[0].model, torch.tensor([*direction], dtype=torch.float32)
+        what = ADD, layer, self.positions, along, dose
+        return SteeringVector(*what, model["name"], model["weights_hash"])
+
+    def check_layers(self) -> None:
+        """Refuse layers or positions that the model lacks."""
+        model, names = self.runs[0].model, list(self.runs[0].contexts["positions"].iloc[0])
+        for layer in self.layers:
+            replace(self.anything, layer=layer).check(model["layers"], model["d_model"], names)
+
+    @cached_property
+    def anything(self) -> SteeringVector:
+        """A vector after the first layer."""
+        return self.vector(self.layers[0], np.ones(self.runs[0].model["d_model"]))
+
+    @cached_property
+    def contexts(self) -> pd.DataFrame:
+        return pd.concat(self.tried, ignore_index=True)
+
+    # -- measure ----------------------------------------------------------------------------------
+
+    def units(self) -> list[Learning]:
+        """All vectors that are learned."""
+        found, args = [], self.args
+        for (half, *_), some in self.taught.items():
+            tokens = sum(len(ids) for ids in {one.prefix for one in some})
+            batch = min(BATCH, len(some)) * sum(one.scored for one in some) // len(some)
+            tokens += (args.steps + 1) * batch
+            found.append(Learning(f"half {half + 1}", "", tokens, some, args.steps, args.seed))
+        return found
+
+    def plan(self) -> dict[str, str]:
+        vectors = len(self.layers) * len(self.terms)
+        more = f"{len(self.contexts)} conversations under each of {vectors} vectors, a greedy turn "
+        return super().plan() | {"then to sample": f"{more}after each"}
+
+    @cached_property
+    def directions(self) -> dict[Name, np.ndarray]:
+        """What is learned."""
+        learned = self.measure_units(self.units(), "learning vectors")["direction"]
+        return dict(zip(self.taught, learned, strict=True))
+
+    @cached_property
+    def vectors(self) -> dict[Name, SteeringVector]:
+        """The vectors that greedy turns are written under."""
+        return {name: self.vector(name[1], one) for name, one in self.directions.items()}
+
+    def compared(self) -> Iterator[tuple[dict[str, Any], Sequence[Run]]]:
+        """The turns as they are, then those of each half under what the other has learned. A
+        vector is kept beside its turns."""
+        yield {"layer": UNIT, "term": UNSTEERED}, self.runs
+        for (half, layer, term), vector in self.vectors.items():
+            name = f"layer {layer} {term} {half + 1}"
+            folder = self.place(name)
+            folder.mkdir(parents=True, exist_ok=True)
+            vector.save(folder / FILE)
+            settings = {"temperatures": (), "intervention": folder / FILE}
+            run = self.sample(name, Arm(conversations_of(self.tried[half]), settings))
+            yield {"layer": layer, "term": term}, [run]
+
+    def rows(self) -> pd.DataFrame:
+        """A row per arm and query, or turn, of greedy turns."""
+        rows = super().rows()
+        return rows[rows["temperature"] == 0]
+
+
+def placed(each: Sequence[TidyEstimate]) -> list[TidyEstimate]:
+    """Estimates; those of unsteered turns are of no layer."""
+    return [
+        replace(one, names=one.names | {"layer": None}) if one.names["layer"] == UNIT else one
+        for one in each
+    ]
+
+
+# -- the experiment --------------------------------------------------------------------------------
 
 
 def parts_of(queries: Sequence[Query], seed: int) -> dict[str, int]:
@@ -60,12 +240,12 @@ def parts_of(queries: Sequence[Query], seed: int) -> dict[str, int]:
     return {queries[i].source: 2 * (n % 2) + n // 2 % 2 for n, i in enumerate(order)}
 
 
-class LearnedVector(Vectors, Arms):
+class LearnedVector(Vectors):
     name = "learned_vector"
     siblings = True
     queries_used = 60
     columns: ClassVar = {**Experiment.columns, "layer": "Int64"}
-    by = ("layer", "term")
+    terms = *LEARNED, RANDOM
     less: ClassVar = {
         "minus unsteered": {"layer": UNIT, "term": UNSTEERED},
         "minus the siblings' vector": {"term": SIBLING},
@@ -100,113 +280,70 @@ class LearnedVector(Vectors, Arms):
         names = first.contexts["positions"].iloc[0]
         header = [name for name in names if name.startswith("header_")]
         self.positions = tuple(args.positions or header)
-        for layer in self.layers:
-            self.check_layer(layer)
+        self.check_layers()
         if (count := len(self.queries)) < 4:
             few = f"{count} queries have several responses: they are dealt to four parts"
             raise UserError(few, "sample more queries")
         self.part = parts_of(self.queries, args.seed)
-        turns = self.verdicts.turns
-        turns = turns[(turns["temperature"] > 0) & (turns["follow_up"] == 1)]
-        follow_ups = set(turns[KEY].astype(object).itertuples(index=False, name=None))
-        self.examples = [self._examples(half, follow_ups) for half in self.learners]
-        for half, those in zip(self.learners, self.examples, strict=True):
-            count, queries = len(those[OWN]), len({one.source for one in those[OWN]})
-            self.notes.append(f"half {half + 1} learns from {count} turns of {queries} queries.")
+        halves = [[one for one in self.queries if self.part[one.source] // 2 == n] for n in (0, 1)]
+        self.taught, self.tried = {}, []
+        for half, queries in enumerate(halves[:1] if args.quick else halves):
+            found = self._examples(queries, np.random.default_rng([args.seed, 4, half]))
+            if not found:
+                raise UserError(
+                    f"half {half + 1} of the queries has no sampled follow-up to learn from",
+                    "sample more turns (--samples), or more queries",
+                )
+            for layer, term in product(self.layers, LEARNED):
+                some = (replace(one[term], layer=layer) for one in found)
+                self.taught[half, layer, term] = tuple(some)
+            self.tried.append(pd.concat([query.contexts for query in halves[1 - half]]))
+            of = len({one[OWN].source for one in found})
+            self.notes.append(f"half {half + 1} learns from {len(found)} turns of {of} queries.")
 
-    @property
-    def learners(self) -> tuple[int, ...]:
-        """The halves that learn; each is measured under what the other has learned."""
-        return (0,) if self.args.quick else (0, 1)
-
-    def _examples(self, half: int, follow_ups: set[tuple]) -> dict[str, list[SteeredContext]]:
-        """The follow-ups of a half, as many of each query as can be: after the response that
-        each followed, after a sibling that is finished like it, and after a response to another
-        query of the half, of the same dataset and finished like it where there is one. The layer
-        is still to be set."""
-        rng = np.random.default_rng([self.args.seed, 4, half])
-        mine = [query for query in self.queries if self.part[query.source] // 2 == half]
+    def _examples(
+        self, queries: Sequence[Query], rng: np.random.Generator
+    ) -> list[dict[str, SteeredContext]]:
+        """Follow-ups of queries, as many of each query as can be: after the response that each
+        followed, after a sibling that is finished like it, and after a response to another query,
+        of the same dataset and finished like it where there is one."""
         found: list[tuple[int, dict[str, SteeredContext]]] = []  # how many of its query came before
-        at = self.layers[0]
-        for query in mine:
-            foreign = [one for one in mine if one is not query]
+        for query, turns in labelled(queries, self.verdicts):
+            foreign = [one for one in queries if one is not query]
             foreign = [one for one in foreign if one.dataset == query.dataset] or foreign
-            kinds = list(zip(query.responses, query.complete, strict=True))
-            before = len(found)
-            for _, turn in query.turns.sample(frac=1, random_state=rng).iterrows():
-                k, ids = turn["followed"], tuple(turn["token_ids"].tolist()[:TOKENS])
+            kinds, before = list(zip(query.responses, query.complete, strict=True)), len(found)
+            for _, turn in turns.sample(frac=1, random_state=rng).iterrows():
+                k, ids = turn["followed"], turn["token_ids"].tolist()[:TOKENS]
                 text, complete = kinds[k]
                 others = [j for j, (t, c) in enumerate(kinds) if t != text and c == complete]
-                if tuple(turn[KEY]) in follow_ups and ids and others and foreign:
+                if turn["label"] == 1 and others and foreign:
                     other = foreign[rng.integers(len(foreign))]
                     alike = np.flatnonzero(np.array(other.complete) == complete)
                     those = alike if len(alike) else np.arange(len(other.contexts))
+                    steered = partial(SteeredContext.of, vector=self.anything, turns=(ids,))
                     pairs = {
-                        OWN: self.steered(query, k, at, ids),
-                        SIBLING: self.steered(query, int(rng.choice(others)), at, ids),
-                        OTHER: self.steered(other, int(rng.choice(those)), at, ids),
+                        OWN: steered(query, k),
+                        SIBLING: steered(query, int(rng.choice(others))),
+                        OTHER: steered(other, int(rng.choice(those))),
                     }
                     found.append((len(found) - before, pairs))
-        if not found:
-            raise UserError(
-                f"half {half + 1} of the queries has no sampled follow-up to learn from",
-                "sample more turns (--samples), or more queries",
-            )
         found.sort(key=lambda one: one[0])
-        kept = [pairs for _, pairs in found[: self.args.turns]]
-        return {term: [pairs[term] for pairs in kept] for term in LEARNED}
+        return [pairs for _, pairs in found[: self.args.turns]]
 
     # -- measure ----------------------------------------------------------------------------------
 
-    def units(self) -> list[Learning]:
-        """All vectors that are learned."""
-        return [
-            self.learning(half, term, [replace(one, layer=layer) for one in contexts])
-            for half, those in zip(self.learners, self.examples, strict=True)
-            for layer in self.layers
-            for term, contexts in those.items()
-        ]
-
-    def plan(self) -> dict[str, str]:
-        contexts = sum(len(one.contexts) for half in self.learners for one in self.measured(half))
-        vectors = len(self.layers) * len((*LEARNED, RANDOM))
-        more = f"{contexts} conversations under each of {vectors} vectors, a greedy turn after each"
-        return super().plan() | {"then to sample": more}
-
-    def measured(self, learner: int) -> list[Query]:
-        """The queries whose turns are written under what a half has learned."""
-        return [query for query in self.queries if self.part[query.source] // 2 != learner]
-
     @cached_property
-    def contexts(self) -> pd.DataFrame:
-        queries = [query for half in self.learners for query in self.measured(half)]
-        return pd.concat([query.contexts for query in queries], ignore_index=True)
-
-    def compared(self) -> Iterator[tuple[dict[str, Any], Sequence[Run]]]:
-        """The turns as they are, then those of each half under what the other has learned."""
-        yield {"layer": UNIT, "term": UNSTEERED}, self.runs
-        learned = self.measure_units(self.units(), "learning vectors")
-        for half, layer, term, direction in self._with_random(learned):
-            name = f"layer {layer} {term} {half + 1}"
-            contexts = pd.concat([one.contexts for one in self.measured(half)], ignore_index=True)
-            run = self.write_under(self.vector(layer, direction), name, contexts)
-            yield {"layer": layer, "term": term}, [run]
-
-    def rows(self) -> pd.DataFrame:
-        """A row per arm and query, of greedy turns."""
-        rows = super().rows()
-        return rows[rows["temperature"] == 0]
-
-    def _with_random(self, learned: pd.DataFrame) -> Iterator[tuple[int, int, str, np.ndarray]]:
-        """Half, layer, name and direction of the learned vectors, and for each that was learned
-        after own responses a random one, with the covariance of the states and nothing of it."""
-        for one in learned.itertuples():
-            direction = np.array(one.direction, dtype=np.float32)
-            yield one.half, one.layer, one.term, direction
-            if one.term == OWN:
-                states = centred_states(self.runs, one.layer, self.positions)
-                (drawn,) = random_directions(states, direction, 1, self.args.seed + one.half)
-                yield one.half, one.layer, RANDOM, drawn
+    def vectors(self) -> dict[Name, SteeringVector]:
+        """The learned vectors, and for each that was learned after own responses a random one, with
+        the covariance of the states and nothing of it."""
+        found = {}
+        for (half, layer, term), direction in self.directions.items():
+            found[half, layer, term] = self.vector(layer, direction)
+            if term == OWN:
+                states = centred_states(self.runs, layer, self.positions)
+                (drawn,) = random_directions(states, direction, 1, self.args.seed + half)
+                found[half, layer, RANDOM] = self.vector(layer, drawn)
+        return found
 
     # -- estimate ---------------------------------------------------------------------------------
 
@@ -215,11 +352,7 @@ class LearnedVector(Vectors, Arms):
         return by_quantity(row), row.names["term"]
 
     def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
-        found = [
-            replace(one, names=one.names | {"layer": None}) if one.names["layer"] == UNIT else one
-            for one in super().estimate(rows)
-        ]
-        return [*found, *self._at_chosen_layer(rows)]
+        return [*placed(super().estimate(rows)), *self._at_chosen_layer(rows)]
 
     def _at_chosen_layer(self, rows: pd.DataFrame) -> Iterator[TidyEstimate]:
         """What own responses' vectors have, at a layer chosen by their excess over the control.

@@ -10,8 +10,8 @@ the dose at which its KL at the header is the same (--kl) on 24 conversations, d
 that it was learned from; the KL on the others is reported. Labels of first tokens are those
 of turns without a vector. Intervals are over queries, for these very vectors.
 
-Needs: ``ia-mech mass`` of the same runs and judge, and a model whose passes have gradients. Cost:
-minutes (135M, two cores), and two greedy turns after each conversation.
+Needs: ``ia-mech mass`` of each run by the same judge, and a model whose passes have gradients.
+Cost: minutes (135M, two cores), and two greedy turns after each conversation.
 
     ia-mech mass cache/RUN
     ia-mech mass-vector cache/RUN --layer 15
@@ -19,117 +19,93 @@ minutes (135M, two cores), and two greedy turns after each conversation.
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import ClassVar
 
 import numpy as np
 import pandas as pd
 from scipy.special import log_softmax
 
-from experiments.arms import verdicts_of
 from experiments.control import halves_of
-from experiments.experiment import Conclusion, Model, Unit, flag
-from experiments.fit import (
-    BATCH,
-    UNSTEERED,
-    Dosing,
-    Learning,
-    SteeredContext,
-    Vectors,
-    scored_under,
-)
+from experiments.experiment import Conclusion, Model, flag
 from experiments.grid import TEMPERATURE
+from experiments.judged import arm_estimates
+from experiments.learned_vector import BATCH, UNIT, UNSTEERED, Name, Vectors, placed
 from experiments.mass import SHARE
-from experiments.outcome import IN_ROLE, parts_of
+from experiments.outcome import IN_ROLE, RATE
 from experiments.shown import Bars, Drawing, tables_of, told
+from experiments.steering import SteeredContext, dosing
 from ia_mech.cli import above_zero, whole_from
 from ia_mech.errors import UserError
-from ia_mech.estimates import Group, TidyEstimate, all_datasets, by_dataset, paired_row
-from ia_mech.judge.rubric import FOLLOW_UP
+from ia_mech.estimates import TidyEstimate, all_datasets, by_dataset
 from ia_mech.results import Table, folder_of
-from ia_mech.run import Run
-from ia_mech.run.queries import Query
+from ia_mech.steering import SteeringVector
 from probes.dataset import masses_of
 from probes.targets import MASS
 
 LEARNED, PERMUTED = "follow-ups", "permuted labels"  # what vectors are of
-VECTORS = LEARNED, PERMUTED
-TERMS = UNSTEERED, *VECTORS
 OF_MASS, OF_ROLE, REST = "follow-up mass", "mass in role", "not covered"
 GREEDY, GREEDY_ROLE, KL = "greedy follow-ups", "greedy in role", "KL at the header"
 SHARES = OF_MASS, OF_ROLE, GREEDY, GREEDY_ROLE
-LESS = {PERMUTED: "minus permuted", UNSTEERED: "minus unsteered"}
+COMPARED, ALONE = dict.fromkeys(SHARES, (0.0, 1.0)), {REST: (0.0, 1.0), KL: (0.0, np.inf)}
 DRAWN = 8  # first tokens of a context to learn from, drawn by their probability
 DOSED = 24  # contexts, at most, drawn to seek a dose on
 
 
-@dataclass(frozen=True)
-class Labelled:
-    """A context of a query with its first tokens, of those whose turn was assessed.
+@dataclass(frozen=True, kw_only=True)
+class FirstTokens(SteeredContext):
+    """A context, whose turn doesn't matter, with those of its first tokens whose turn was assessed.
 
     Attributes:
-        query, k: the context is that of the query's response k.
-        tokens, p: ids of first tokens, and the probability of each.
-        follow_up, in_role: 1 or 0, of the greedy continuation of each.
+        context_id: its name.
+        firsts, p: ids of first tokens, and the probability of each.
+        labels: of each whether it leads to a follow-up, and whether to a turn in role.
+        temperature: of the first token.
     """
 
-    query: Query
-    k: int
-    tokens: np.ndarray
-    p: np.ndarray
-    follow_up: np.ndarray
-    in_role: np.ndarray
+    context_id: str
+    firsts: tuple[int, ...]
+    p: tuple[float, ...]
+    labels: tuple[tuple[float, float], ...]
+    temperature: float
+
+    @property
+    def follow_up(self) -> np.ndarray:
+        return np.array(self.labels)[:, 0]
 
     @property
     def teaches(self) -> bool:
         """Whether some of its first tokens lead to follow-ups, and others don't."""
-        return 0 < self.follow_up.sum() < len(self.follow_up)
+        return 0 < self.follow_up.sum() < len(self.labels)
 
-    def drawn(self, permuted: bool, rng: np.random.Generator) -> list[int]:
-        """Ids of first tokens that lead to follow-ups, drawn by their probability, each perhaps
-        several times; or, permuted, of as many that labels drawn at random say so of."""
+    def drawn(self, permuted: bool, rng: np.random.Generator) -> list[SteeredContext]:
+        """The context with first tokens that lead to follow-ups, drawn by their probability, each
+        perhaps several times; or, permuted, with as many that labels drawn at random say so of."""
         labels = rng.permutation(self.follow_up) if permuted else self.follow_up
-        held = self.p * labels
-        return rng.choice(self.tokens, DRAWN, p=held / held.sum()).tolist()
-
-
-@dataclass(frozen=True)
-class Moved(Unit):
-    """A context under directions with their doses.
-
-    Attributes:
-        context: where the model is steered; its one turn doesn't matter.
-        directions, doses: ``[d_model]`` each, and the length of each in norms of the state.
-        firsts, labels: ids of first tokens, and of each whether it leads to a follow-up, and
-            whether to a turn in role.
-        temperature: of the first token.
-    """
-
-    context: SteeredContext
-    directions: tuple[tuple[float, ...], ...]
-    doses: tuple[float, ...]
-    firsts: tuple[int, ...]
-    labels: tuple[tuple[float, ...], ...]
-    temperature: float
+        held = np.array(self.p) * labels
+        tokens = rng.choice(self.firsts, DRAWN, p=held / held.sum()).tolist()
+        return [replace(self, turns=((token,),)) for token in tokens]
 
     def rows(self, model: Model) -> pd.DataFrame:
-        """A row without a vector, and one for each direction: the masses, and the KL."""
-        scores = scored_under(model, self.context, self.directions, self.doses)
-        log = np.array([one.whole for one in scores], dtype=np.float64)
+        """A row without a direction, and one under each: the masses, and the KL."""
+        _, log, kl = self.scores(model)
         p = np.exp(log_softmax(log / self.temperature, axis=1)[:, list(self.firsts)])
         of_mass, of_role = (p @ np.array(self.labels)).T.clip(0, 1)  # rounding
-        kl = (np.exp(log) * (log - log[0])).sum(1)
         values = {OF_MASS: of_mass, OF_ROLE: of_role, REST: (1 - p.sum(1)).clip(0, 1), KL: kl}
-        return pd.DataFrame({"draw": range(len(log)), **values})
+        return pd.DataFrame({"draw": range(len(log)), "context_id": self.context_id, **values})
 
 
 class MassVector(Vectors):
     name = "mass_vector"
-    judged = True
     queries_used = 60
     positions = ("header_last",)
+    terms = LEARNED, PERMUTED
+    less: ClassVar = {
+        "minus permuted": {"term": PERMUTED},
+        "minus unsteered": {"layer": UNIT, "term": UNSTEERED},
+    }
     columns: ClassVar[Mapping[str, str]] = {"dataset": "str", "term": "str", "layer": "Int64"}
 
     @classmethod
@@ -144,155 +120,126 @@ class MassVector(Vectors):
     # -- read -------------------------------------------------------------------------------------
 
     def read(self) -> None:
-        """Find the layer, the halves, and the first tokens of each context."""
-        half = self.runs[0].model["layers"] // 2
-        self.layer = half if self.args.layer is None else self.args.layer
-        self.check_layer(self.layer)
-        self.half = halves_of((query.source for query in self.queries), self.args.seed)
-        self.labelled = list(self._labelled())
-        for half in (0, 1):
-            if not any(one.teaches for one in self.of(half)):
+        """Find the layer, and the first tokens of each context of both halves."""
+        half, layer, seed = self.runs[0].model["layers"] // 2, self.args.layer, self.args.seed
+        self.layers = [half if layer is None else layer]
+        self.check_layers()
+        of = halves_of((query.source for query in self.queries), seed)
+        each = list(self._first_tokens())
+        self.halves = [[one for one in each if of[one.source] == half] for half in (0, 1)]
+        self.taught = {}
+        for half, own in enumerate(self.halves):
+            some = [one for one in own if one.teaches]
+            if not some:
                 raise UserError(
                     f"half {half + 1} of the queries has no conversation of which some first "
                     "tokens lead to follow-ups, and others don't",
                     "measure the mass of more queries: ia-mech mass with --queries",
                 )
+            for term in self.terms:
+                rng = np.random.default_rng([seed, 5, half])
+                drawn = (context for one in some for context in one.drawn(term == PERMUTED, rng))
+                self.taught[half, self.layers[0], term] = tuple(drawn)
+        contexts = pd.concat([query.contexts for query in self.queries])
+        contexts.index = pd.MultiIndex.from_frame(contexts[["dataset", "context_id"]])
+        names = [[(one.dataset, one.context_id) for one in own] for own in self.halves]
+        self.tried = [contexts.loc[those].reset_index(drop=True) for those in names[::-1]]
 
-    def _labelled(self) -> Iterator[Labelled]:
+    def _first_tokens(self) -> Iterator[FirstTokens]:
+        """Contexts with their first tokens; of each run those of its own, as ``ia-mech mass`` of
+        several runs writes all of them to the first one."""
         places = {
-            (query.dataset, name): (query, k)
+            (row.run, row.dataset, row.context_id): (query, row.Index)
             for query in self.queries
-            for k, name in enumerate(query.contexts["context_id"])
+            for row in query.contexts.itertuples()
         }
         for run in self.runs:
             masses_of(run, self.gate.judge)  # refuses what isn't there
             found = pd.read_parquet(folder_of(run.path, MASS) / "first_tokens.parquet")
             assessed = found[found[SHARE].notna()]
             for key, own in assessed.groupby(["dataset", "context_id"], sort=False):
-                if key in places:
-                    columns = (own[name].to_numpy() for name in ("token", "p", SHARE, IN_ROLE))
-                    yield Labelled(*places[key], *columns)
-
-    def of(self, half: int) -> list[Labelled]:
-        """The contexts of a half."""
-        return [one for one in self.labelled if self.half[one.query.source] == half]
-
-    def before(self, one: Labelled, token: int = 0) -> SteeredContext:
-        """A context with a turn of one token."""
-        return self.steered(one.query, one.k, self.layer, (token,))
+                if place := places.get((str(run.path), *key)):
+                    labels = tuple(map(tuple, own[[SHARE, IN_ROLE]].to_numpy().tolist()))
+                    yield FirstTokens.of(
+                        *(*place, self.anything, ((0,),)),
+                        context_id=key[1],
+                        firsts=tuple(own["token"].tolist()),
+                        p=tuple(own["p"].tolist()),
+                        labels=labels,
+                        temperature=self.args.temperature,
+                    )
 
     # -- measure ----------------------------------------------------------------------------------
 
-    def units(self) -> list[Learning]:
-        """The vectors that are learned."""
-        return [self._learning(half, term) for half in (0, 1) for term in VECTORS]
-
-    def _learning(self, half: int, term: str) -> Learning:
-        rng = np.random.default_rng([self.args.seed, 5, half])
-        taught = [one for one in self.of(half) if one.teaches]
-        drawn = [(one, one.drawn(term == PERMUTED, rng)) for one in taught]
-        contexts = [self.before(one, token) for one, tokens in drawn for token in tokens]
-        return self.learning(half, term, contexts)
-
-    def _dosing(self, half: int, learned: pd.DataFrame) -> Dosing:
-        own = self.of(half)
-        some = np.random.default_rng([self.args.seed, 6, half]).permutation(len(own))[:DOSED]
-        contexts = tuple(self.before(own[at]) for at in sorted(some))
-        tokens = sum(len(one.ids) for one in contexts)
-        along = tuple(tuple(one) for one in learned.loc[learned["half"] == half, "direction"])
-        return Dosing(f"half {half + 1}", "", tokens, contexts, along, self.args.kl)
-
-    def plan(self) -> dict[str, str]:
-        more = f"{len(self.labelled)} conversations under each of two vectors, a greedy turn each"
-        return super().plan() | {"then to sample": more}
+    @cached_property
+    def vectors(self) -> dict[Name, SteeringVector]:
+        """The learned vectors, each with the dose at which it has the KL in some contexts of the
+        half that learned it."""
+        searches = []
+        for half, own in enumerate(self.halves):
+            drawn = np.random.default_rng([self.args.seed, 6, half]).permutation(len(own))[:DOSED]
+            some = [own[at] for at in sorted(drawn)]
+            along = [self.directions[half, self.layers[0], term] for term in self.terms]
+            searches.append(dosing(f"half {half + 1}", some, along, self.args.kl))
+        doses = self.measure_units(searches, "doses of one KL")["dose"]
+        if doses.isna().any():
+            raise UserError(f"no dose has a KL of {self.args.kl:g}", "give another --kl")
+        return {
+            name: self.vector(self.layers[0], direction, dose)
+            for (name, direction), dose in zip(self.directions.items(), doses, strict=True)
+        }
 
     def rows(self) -> pd.DataFrame:
         """A row per context without a vector, and under each."""
-        learned = self.measure_units(self.units(), "learning vectors")
-        dosings = [self._dosing(half, learned) for half in (0, 1)]
-        doses = self.measure_units(dosings, "doses of one KL")["dose"].to_numpy()
-        if np.isnan(doses).any():
-            raise UserError(f"no dose has a KL of {self.args.kl:g}", "give another --kl")
-        moved, turns = [], [(UNSTEERED, run) for run in self.runs]
-        for half, (dosing, own) in enumerate(zip(dosings, doses.reshape(2, -1), strict=True)):
-            others, what = self.of(1 - half), (dosing.directions, tuple(own.tolist()))
-            moved += [self._moved(one, *what) for one in others]
-            for term, direction, dose in zip(VECTORS, *what, strict=True):
-                name = f"layer {self.layer} {term} {half + 1}"
-                vector = self.vector(self.layer, direction, dose)
-                contexts = pd.concat([one.query.contexts.iloc[[one.k]] for one in others])
-                turns.append((term, self.write_under(vector, name, contexts)))
-        self.judge_arms()
-        found = self.measure_units(moved, "masses under vectors")
-        names = [one.query.contexts["context_id"].iloc[one.k] for one in self.of(1) + self.of(0)]
-        found = found.assign(
-            term=found.pop("draw").map(dict(enumerate(TERMS))),
-            context_id=np.repeat(names, len(TERMS)),
-        )
-        judged = pd.concat([self._greedy(*one) for one in turns])
-        keys = ["term", "dataset", "context_id"]
-        return found.merge(judged, on=keys, how="left", validate="one_to_one")
-
-    def _moved(self, one: Labelled, directions: tuple, doses: tuple) -> Moved:
-        context, query = self.before(one), one.query
-        labels = tuple(zip(one.follow_up.tolist(), one.in_role.tolist(), strict=True))
-        what = context, directions, doses, tuple(one.tokens.tolist()), labels
-        return Moved(query.source, query.dataset, len(context.ids), *what, self.args.temperature)
-
-    def _greedy(self, term: str, run: Run) -> pd.DataFrame:
-        """What the greedy turns of a run are, a row each."""
-        turns = verdicts_of([run], self.gate.judge).turns
-        turns = turns[turns["temperature"] == 0]
-        found = turns[["dataset", "context_id"]].astype(object).assign(term=term)
-        parts = parts_of(turns, FOLLOW_UP)
-        return found.assign(**{GREEDY: parts[SHARE], GREEDY_ROLE: parts[IN_ROLE]})
+        greedy, tried = super().rows().rename(columns={RATE: GREEDY, IN_ROLE: GREEDY_ROLE}), []
+        for half, others in ((0, self.halves[1]), (1, self.halves[0])):
+            own = [self.vectors[half, self.layers[0], term] for term in self.terms]
+            what = [one.direction.tolist() for one in own], [one.dose for one in own]
+            tried += [one.under(*what) for one in others]
+        found = self.measure_units(tried, "masses under vectors")
+        terms = found.pop("draw").map(dict(enumerate((UNSTEERED, *self.terms))))
+        layer = np.where(terms == UNSTEERED, UNIT, self.layers[0])
+        keys = ["layer", "term", "dataset", "context_id"]
+        those = greedy[[*keys, GREEDY, GREEDY_ROLE]]
+        found = found.assign(term=terms, layer=layer)
+        return found.merge(those, on=keys, how="left", validate="one_to_one")
 
     # -- estimate ---------------------------------------------------------------------------------
 
-    def estimate(self, rows: pd.DataFrame) -> Iterator[TidyEstimate]:
+    def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
+        rows = rows.assign(**{KL: rows[KL].where(rows["term"] != UNSTEERED)})
+        found: list[TidyEstimate] = []
         for dataset, here in by_dataset(rows):
-            arms = {term: rows[here & (rows["term"] == term)] for term in TERMS}
-            for term, own in arms.items():
-                layer = None if term == UNSTEERED else self.layer
-                names = {"dataset": dataset, "term": term, "layer": layer}
-                group = Group(own["source"].to_numpy(), self.options, names)
-                yield group.mean(REST, own[REST], proportion=True)
-                if term != UNSTEERED:
-                    yield group.mean(KL, own[KL])
-                for quantity in SHARES:
-                    yield group.mean(quantity, own[quantity], proportion=True)
-                    for base in LESS if term == LEARNED else (UNSTEERED,) * (term == PERMUTED):
-                        pair = own[quantity], own["source"], arms[base][quantity]
-                        words = f"{quantity}, {LESS[base]}"
-                        yield paired_row(group, words, *pair, arms[base]["source"])
+            for bounds, less in ((COMPARED, self.less), (ALONE, {})):
+                what = rows[here], self.by, bounds, less, self.options, (*SHARES, REST), dataset
+                found += arm_estimates(*what)
+        return placed(found)
 
     # -- say --------------------------------------------------------------------------------------
 
     def tables(self, found: pd.DataFrame) -> list[Table]:
-        def made(title: str, quantities: Sequence[str], more: dict[str, tuple[str, int]]) -> list:
-            columns: dict[str, tuple[str, int | str]] = {}
-            for quantity in quantities:
-                columns[quantity] = quantity, 2
-                columns |= {f"{quantity}, {less}": (less, "+.2f") for less in LESS.values()}
-            where = f"at {self.positions[0]} after layer {self.layer}"
-            return tables_of(
-                f"{title}, {where} ({self.intervals})",
+        where = f"at {self.positions[0]} after layer {self.layers[0]} ({self.intervals})"
+        made = []
+        for title, quantities, more in (
+            ("the mass of first tokens under a vector", SHARES[:2], {KL: (KL, 2)}),
+            ("greedy turns under a vector", SHARES[2:], {}),
+        ):
+            columns = [item for one in quantities for item in self.columns_of(one, one).items()]
+            made += tables_of(
+                f"{title}, {where}",
                 found,
-                columns | more,
+                dict(columns) | more,
                 index=("term",),
                 rows="conversations",
                 legend="The vectors were learned on the other half of the queries. Minus: paired "
                 "by query; p is for these very vectors.",
             )
-
-        return [
-            *made("the mass of first tokens under a vector", SHARES[:2], {KL: (KL, 2)}),
-            *made("greedy turns under a vector", SHARES[2:], {}),
-        ]
+        return made
 
     def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
         rows = all_datasets(found)
-        title = f"{self.runs[0].model['name']}, layer {self.layer}, T = {self.args.temperature:g}"
+        title = f"{self.runs[0].model['name']}, layer {self.layers[0]}, "
+        title += f"T = {self.args.temperature:g}"
         shown = rows[rows["quantity"].isin(SHARES)]
         return {"moved": Bars(title, "share", shown, names="quantity", by="term")}
 
@@ -301,7 +248,7 @@ class MassVector(Vectors):
             return told(all_datasets(found), quantity, digits, term=term)
 
         def moved(what: str, quantity: str) -> str:
-            apart = said(f"{quantity}, {LESS[PERMUTED]}", LEARNED, "+.2f")
+            apart = said(f"{quantity}, minus permuted", LEARNED, "+.2f")
             return (
                 f"{what} is {said(quantity, LEARNED)} under the vector, "
                 f"{said(quantity, PERMUTED)} under the control and {said(quantity, UNSTEERED)} "

@@ -19,29 +19,36 @@ Needs: a judged run with several sampled turns per context. Cost: half an hour o
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 import pandas as pd
 
 from experiments.control import centred_states, halves_of, permuted_probes, random_directions
-from experiments.experiment import Conclusion, Experiment, flag
-from experiments.fit import FILE, KEY, MOST_DOSE, Dosing, Steered, SteeredContext, steered_context
+from experiments.experiment import Conclusion, Experiment, Model, Unit, flag
 from experiments.shown import Bars, Drawing, only, tables_of
 from ia_mech.cli import above_zero, path_of
 from ia_mech.errors import UserError
 from ia_mech.estimates import Group, TidyEstimate, all_datasets, by_dataset, p_value, paired_row
+from ia_mech.rates.load import JudgedTurns
 from ia_mech.results import Table
+from ia_mech.run import labels
 from ia_mech.run.queries import Query
 from ia_mech.stats import Estimate, permutation_p
 from ia_mech.steering import ADD, TURN, SteeringVector
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # these load torch
+    from torch import Tensor
+
+    from ia_mech.engine.score import Turn
     from probes.card import Probe
 
+FILE = "vector.safetensors"
+LEAST_DOSE, MOST_DOSE = 2.0**-8, 2.0**4  # between which a KL is sought, in norms of the state
+ROUNDS, KL_TOLERANCE = 14, 0.1  # of the search; how near the KL has to come, relatively
 OTHERS = 39  # other directions
 LEAST, SIGNIFICANT = 19, 0.05  # other directions with which such a p can be reached
 RESPONSES = 3  # most contexts of a query
@@ -53,11 +60,177 @@ KL, ODDS = "KL at the header", "log-odds, change"
 BEYOND, RANK = "log-odds, change beyond other directions'", "share of other directions that reach"
 
 
+# -- a direction in a pass -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SteeredContext(Unit):
+    """A context with turns, where the model is steered, and along what.
+
+    Attributes:
+        ids: with the open header.
+        layer: whose states are moved; 0 = embeddings.
+        at: indices of the context's tokens that are steered.
+        in_turn: whether each token of a turn is, too.
+        turns: ids of each.
+        directions, doses: ``[d_model]`` each, and of each the length of what is added, in norms of
+            the state that it is added to.
+    """
+
+    ids: tuple[int, ...]
+    layer: int
+    at: tuple[int, ...]
+    in_turn: bool
+    turns: tuple[tuple[int, ...], ...]
+    directions: tuple[tuple[float, ...], ...] = ()
+    doses: tuple[float, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        query: Query,
+        k: int,
+        vector: SteeringVector,
+        turns: Iterable[Sequence[int]],
+        **more: Any,
+    ) -> Self:
+        """The context of a query's response k with turns, steered where a vector says."""
+        named = query.contexts["positions"].iloc[k]
+        places = {name: None if pd.isna(at) else int(at) for name, at in named.items()}
+        at = sorted({at for one in vector.at_context(places) for at in one.positions})
+        what = query.token_ids[k], vector.layer, tuple(at), TURN in vector.positions
+        return cls(query.source, query.dataset, 0, *what, tuple(map(tuple, turns)), **more)
+
+    @property
+    def start(self) -> int:
+        """Index of the first token that is scored with a turn, so that it can be steered."""
+        return min((*self.at, len(self.ids) - 1))
+
+    @property
+    def prefix(self) -> tuple[int, ...]:
+        """The tokens before those that are scored."""
+        return self.ids[: self.start]
+
+    @property
+    def header(self) -> int:
+        """How many of its tokens are scored with a turn."""
+        return len(self.ids) - self.start
+
+    @property
+    def scored(self) -> int:
+        """How many tokens are scored for all turns together."""
+        return sum(self.header + len(turn) for turn in self.turns)
+
+    def steered_turns(
+        self, number: int, direction: "Tensor | None" = None, dose: float = 0.0
+    ) -> "list[Turn]":
+        """Its turns after its tokens from ``start`` on, with the direction added, if there is one;
+        the scorer knows the context by its number."""
+        from ia_mech.engine.intervene import Add
+        from ia_mech.engine.score import Turn
+
+        found = []
+        for ids in self.turns:
+            after = range(self.header, self.header + len(ids) - 1) if self.in_turn else ()
+            at = (*(position - self.start for position in self.at), *after)
+            steered = () if direction is None or not at else (Add(self.layer, at, direction, dose),)
+            tokens = (*self.ids[self.start :], *ids)
+            found.append(Turn(number, tokens, interventions=steered, whole_at=self.header))
+        return found
+
+    def under(self, directions: Iterable[Iterable[float]], doses: Iterable[float]) -> Self:
+        """The same under other directions."""
+        along = tuple(map(tuple, directions))
+        tokens = self.start + self.scored * (1 + len(along))
+        return replace(self, tokens=tokens, directions=along, doses=tuple(doses))
+
+    def scores(self, model: Model) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Without a direction, then under each, in nats: ``[1 + directions, turns]``
+        log-probabilities of the turns, ``[1 + directions, vocab]`` of the first token, and
+        ``[1 + directions]`` KLs of these from the first."""
+        import torch
+
+        turns = self.steered_turns(0)
+        for direction, dose in zip(self.directions, self.doses, strict=True):
+            turns += self.steered_turns(0, torch.tensor(direction), dose)
+        scores, count = model.score([self.prefix], turns), len(self.turns)
+        sums = [one.logprobs_raw[self.header :].sum(dtype=np.float64) for one in scores]
+        first = np.array([one.whole for one in scores[::count]], dtype=np.float64)
+        kl = (np.exp(first) * (first - first[0])).sum(1).clip(0)
+        return np.reshape(sums, (-1, count)), first, kl
+
+
+class Odds(SteeredContext):
+    """A context with two turns: one that the judge calls a follow-up, and one that it doesn't."""
+
+    def rows(self, model: Model) -> pd.DataFrame:
+        """A row per direction: ``draw`` (its number: 0 is the direction), and in nats ``kl`` at the
+        header and ``log_odds``, the change of the log-odds of follow-ups."""
+        sums, _, kl = self.scores(model)
+        odds = sums[:, 0] - sums[:, 1]
+        rows = {"draw": range(len(self.doses)), "dose": self.doses, "kl": kl[1:]}
+        return pd.DataFrame(rows | {"log_odds": odds[1:] - odds[0]})
+
+
+@dataclass(frozen=True)
+class Dosing(Unit):
+    """Directions, ``[d_model]`` each, whose doses of one KL (nats) are sought in contexts of the
+    queries that choose."""
+
+    contexts: tuple[SteeredContext, ...]
+    directions: tuple[tuple[float, ...], ...]
+    kl: float
+
+    def rows(self, model: Model) -> pd.DataFrame:
+        """A row per direction with its ``dose``, at which its KL, a mean over sources, is the
+        wanted one; NaN if none comes near."""
+        # Of the first token alone: a turn whose one token doesn't matter.
+        firsts = [replace(one, turns=((0,),)) for one in self.contexts]
+        sources = [one.source for one in firsts]
+
+        def kl_of(some: np.ndarray, doses: np.ndarray) -> np.ndarray:
+            along = [self.directions[n] for n in some]
+            each = [one.under(along, doses.tolist()).scores(model)[2][1:] for one in firsts]
+            return pd.DataFrame(each).groupby(sources).mean().mean().to_numpy()
+
+        return pd.DataFrame({"dose": doses_of_equal_kl(len(self.directions), self.kl, kl_of)})
+
+
+def dosing(
+    name: str, contexts: Iterable[SteeredContext], directions: Iterable[Iterable[float]], kl: float
+) -> Dosing:
+    """The search for the doses of directions in contexts."""
+    those, along = tuple(contexts), tuple(map(tuple, directions))
+    rounds = 6  # until most directions have their KL, about
+    tokens = rounds * sum(one.start + len(along) * one.header for one in those)
+    return Dosing(name, "", tokens, those, along, kl)
+
+
+def doses_of_equal_kl(
+    count: int, kl: float, kl_of: Callable[[np.ndarray, np.ndarray], np.ndarray]
+) -> np.ndarray:
+    """``[count]`` doses at which directions have a KL, by halving the logarithm's range; NaN for
+    one that doesn't come near. ``kl_of`` gives the KLs of some, by their numbers, at a dose each;
+    they rise with it."""
+    found = np.full(count, np.nan)
+    low, high = np.full(count, np.log(LEAST_DOSE)), np.full(count, np.log(MOST_DOSE))
+    for _ in range(ROUNDS):
+        left = np.flatnonzero(np.isnan(found))
+        if not len(left):
+            break
+        middle = (low + high)[left] / 2
+        values = kl_of(left, np.exp(middle))
+        near, less = abs(values - kl) <= KL_TOLERANCE * kl, values < kl
+        found[left[near]] = np.exp(middle[near])
+        low[left[less]], high[left[~less]] = middle[less], middle[~less]
+    return found
+
+
 # -- estimate --------------------------------------------------------------------------------------
 
 
 def estimates(rows: pd.DataFrame, options: dict[str, Any]) -> Iterator[TidyEstimate]:
-    """Every estimate of rows of :class:`Steered`; each source weighs the same."""
+    """Every estimate of rows of :class:`Odds`; each source weighs the same."""
     for dataset, here in by_dataset(rows):
         wide = rows[here].pivot_table(index="source", columns="draw", values=["kl", "log_odds"])
         group = Group(wide.index.to_numpy(), options, {"dataset": dataset})
@@ -103,22 +276,28 @@ def vector_of_probe(probe: "Probe", path: Path) -> SteeringVector:
         ) from None
 
 
-def contexts_of(
-    query: Query, verdicts: pd.Series, vector: SteeringVector
-) -> tuple[SteeredContext, ...]:
-    """A query's contexts with one follow-up and one other turn each, by verdicts (1, 0, NaN without
-    one; by :data:`KEY`), steered where a vector says."""
-    turns = query.turns[(query.turns["temperature"] > 0) & (query.turns["token_ids"].map(len) > 0)]
-    keys = pd.MultiIndex.from_frame(turns[KEY])
-    turns = turns.assign(label=verdicts.reindex(keys).to_numpy(dtype=float)).dropna(subset="label")
+def labelled(queries: Iterable[Query], judged: JudgedTurns) -> Iterator[tuple[Query, pd.DataFrame]]:
+    """Queries with their turns, which have a ``label``: 1 of a follow-up, 0 of another turn, NaN of
+    one that is greedy, empty, or not assessed."""
+    key = ["run", *labels.KEY]
+    keys = judged.turns[key].astype({"run": object, "context_id": object})
+    verdicts = pd.Series(judged.turns["follow_up"].to_numpy(), pd.MultiIndex.from_frame(keys))
+    for query in queries:
+        turns = query.turns
+        label = verdicts.reindex(pd.MultiIndex.from_frame(turns[key])).to_numpy(dtype=float)
+        used = (turns["temperature"] > 0) & (turns["token_ids"].map(len) > 0)
+        yield query, turns.assign(label=np.where(used, label, np.nan))
+
+
+def contexts_of(query: Query, turns: pd.DataFrame, vector: SteeringVector) -> list[Odds]:
+    """A query's contexts with one follow-up and one other of its :func:`labelled` turns each,
+    steered where a vector says."""
     order = {"label": False, "temperature": False, "sample": True}  # follow-ups first
+    turns = turns.dropna(subset="label")
     turns = turns.sort_values(list(order), ascending=list(order.values()), kind="stable")
-    found = []
-    for k, mine in turns.drop_duplicates(["followed", "label"]).groupby("followed"):
-        if len(mine) == 2:
-            both = [ids.tolist()[:TOKENS] for ids in mine["token_ids"]]
-            found.append(steered_context(query, k, vector, both))
-    return tuple(found[:RESPONSES])
+    each = turns.drop_duplicates(["followed", "label"]).groupby("followed")["token_ids"]
+    both = {k: [ids.tolist()[:TOKENS] for ids in pair] for k, pair in each if len(pair) == 2}
+    return [Odds.of(query, k, vector, both[k]) for k in list(both)[:RESPONSES]]
 
 
 class Steering(Experiment):
@@ -143,12 +322,11 @@ class Steering(Experiment):
         """Read the direction, the verdicts, the contexts and the states."""
         self.vector = self._vector()
         used = self._contexts()
-        half = halves_of([query.source for query, _ in used], self.args.seed)
-        self.choosing, self.reporting = (
-            [one for one in used if half[one[0].source] == number] for number in (0, 1)
-        )
+        half = halves_of((one.source for one in used), self.args.seed)
+        choosing, self.reported = ([one for one in used if half[one.source] == n] for n in (0, 1))
         own = self.vector.direction.double().numpy()
-        self.directions = tuple(tuple(one.tolist()) for one in (own, *self._others(own)))
+        self.directions = [one.tolist() for one in (own, *self._others(own))]
+        self.search = dosing("all that choose", choosing, self.directions, self.args.kl)
 
     def _others(self, own: np.ndarray) -> np.ndarray:
         """``[OTHERS, d_model]`` that the direction is compared with; UserError if none fit."""
@@ -191,47 +369,33 @@ class Steering(Experiment):
             raise UserError(alone, "give a vector with a position of the header, too")
         return vector
 
-    def _contexts(self) -> list[tuple[Query, tuple[SteeredContext, ...]]]:
-        """The queries with turns to compare, each with its contexts."""
-        judged = self.verdicts
-        keys = judged.turns[KEY].astype({"run": object, "context_id": object})
-        verdicts = pd.Series(judged.turns["follow_up"].to_numpy(), pd.MultiIndex.from_frame(keys))
-        each = [(query, contexts_of(query, verdicts, self.vector)) for query in self.queries]
-        used = [one for one in each if one[1]]
+    def _contexts(self) -> list[Odds]:
+        """The contexts with turns to compare."""
+        turns = labelled(self.queries, self.verdicts)
+        each = [contexts_of(query, own, self.vector) for query, own in turns]
         which = "response after which the judge calls some turns follow-ups and not others"
-        if len(used) < 4:
-            few = f"{len(used)} queries have a {which}"
+        if (used := sum(map(bool, each))) < 4:
+            few = f"{used} queries have a {which}"
             raise UserError(few, "sample more turns (--samples), or more queries")
-        if less := len(each) - len(used):
+        if less := len(each) - used:
             self.notes.append(f"{less} queries have no {which}; they are left out.")
-        return used
+        return [one for some in each for one in some]
 
     # -- measure ----------------------------------------------------------------------------------
 
-    def units(self) -> list[Dosing | Steered]:
+    def units(self) -> list[Dosing | Odds]:
         """All units, for ``--dry-run``: each direction has dose 1, as doses aren't known yet."""
-        return [self.dosing(), *self.steered(np.ones(len(self.directions)))]
+        return [self.search, *self.tried(np.ones(len(self.directions)))]
 
-    def dosing(self) -> Dosing:
-        """The search for all doses, on the half that chooses."""
-        contexts = tuple(one for _, some in self.choosing for one in some)
-        rounds, each = 6, len(self.directions)  # until most directions have their KL, about
-        tokens = rounds * sum(one.start + each * (len(one.ids) - one.start) for one in contexts)
-        return Dosing("all that choose", "", tokens, contexts, self.directions, self.args.kl)
-
-    def steered(self, doses: np.ndarray) -> list[Steered]:
-        """The queries of the other half under the directions that have a dose."""
+    def tried(self, doses: np.ndarray) -> list[Odds]:
+        """The contexts of the other half under the directions that have a dose."""
         there = np.flatnonzero(~np.isnan(doses))
-        arms = tuple(self.directions[n] for n in there), tuple(doses[there].tolist())
-        found = []
-        for query, contexts in self.reporting:
-            tokens = sum(one.start + one.scored * (len(there) + 1) for one in contexts)
-            found.append(Steered(query.source, query.dataset, tokens, contexts, *arms))
-        return found
+        arms = [self.directions[n] for n in there], doses[there].tolist()
+        return [one.under(*arms) for one in self.reported]
 
     def rows(self) -> pd.DataFrame:
         """The turns of one half under the doses that the other has chosen."""
-        found = self.measure_units([self.dosing()], "doses of one KL")["dose"].to_numpy()
+        found = self.measure_units([self.search], "doses of one KL")["dose"].to_numpy()
         reached = int((~np.isnan(found[1:])).sum())
         if np.isnan(found[0]) or reached < LEAST:
             few = f"{reached} of {OTHERS} {self.others} reach"
@@ -244,7 +408,7 @@ class Steering(Experiment):
             left_out = f"{OTHERS - reached} {self.others} don't reach the KL"
             self.notes.append(f"{left_out}; they are left out.")
         self.vector = replace(self.vector, dose=float(found[0]))
-        return self.measure_units(self.steered(found), "turns under directions")
+        return self.measure_units(self.tried(found), "turns under directions")
 
     # -- say --------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import torch
 from planted_reaction import ECHO, IS_BOS, IS_NAME, IS_TURN, NAMES, READ, READ_OUT
 
 from experiments.experiment import Model
-from experiments.fit import SteeredContext
+from experiments.steering import SteeredContext
 from ia_mech.engine.intervene import Add
 from ia_mech.engine.score import Turn
 
@@ -55,7 +55,7 @@ def queries(count: int, seed: int) -> list[list[SteeredContext]]:
             if number % 3 == 2:
                 ids = [JUNK if one == planted.NAME + name else one for one in ids]
             where = tuple(ids), 0, at, False
-            some.append(SteeredContext(f"q{number}", *where, (planted.turn(name, 1),)))
+            some.append(SteeredContext(f"q{number}", "", 0, *where, (planted.turn(name, 1),)))
         found.append(some)
     return found
 

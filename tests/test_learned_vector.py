@@ -15,9 +15,9 @@ from shell import call, refusal
 
 from experiments.control import best_elsewhere
 from experiments.experiment import Model
-from experiments.fit import Learning, SteeredContext, learn
 from experiments.learned_vector import (
     CHOSEN,
+    DOSE,
     LEARNED,
     OWN,
     RANDOM,
@@ -25,12 +25,16 @@ from experiments.learned_vector import (
     UNIT,
     UNSTEERED,
     LearnedVector,
+    Learning,
+    learn,
     main,
 )
 from experiments.outcome import EXCESS, RATE, SIBLINGS
+from experiments.steering import SteeredContext
 from ia_mech.engine.intervene import Add
 from ia_mech.engine.score import Turn
 from ia_mech.errors import UserError
+from ia_mech.estimates import frame_of
 from ia_mech.rates.load import NO_ANNOTATOR, read_runs
 from ia_mech.run import Run
 from ia_mech.stats import cluster_bootstrap
@@ -41,8 +45,8 @@ OPENED = f"{EXCESS}, minus the siblings' vector"
 # -- learning --------------------------------------------------------------------------------------
 
 
-def learning(contexts, dose: float = 0.5, steps: int = 10) -> Learning:
-    return Learning("half 1", "", 1, 0, OWN, tuple(contexts), dose, steps, 0)
+def learning(contexts, steps: int = 10) -> Learning:
+    return Learning("half 1", "", 1, tuple(contexts), steps, 0)
 
 
 @pytest.mark.parametrize(
@@ -60,11 +64,11 @@ def test_what_is_learned_makes_the_turns_likely_where_it_is_added(architecture, 
     for seed in range(5):
         ids = tuple(tiny.prompt(12 + seed, seed))
         at, turn = (len(ids) - 2, len(ids) - 1), tuple(tiny.prompt(3 + seed, 50 + seed))
-        contexts.append(SteeredContext("q", ids, 2, at, in_turn, (turn,)))
+        contexts.append(SteeredContext("q", "", 0, ids, 2, at, in_turn, (turn,)))
     model = Model(SimpleNamespace(model=network), None)
     with torch.inference_mode():  # as in a worker
-        direction = learn(model, learning(contexts))
-        np.testing.assert_array_equal(direction, learn(model, learning(contexts)))
+        (direction,) = learning(contexts).rows(model)["direction"]
+    np.testing.assert_array_equal(direction, learn(model, learning(contexts)))
     assert abs(np.linalg.norm(direction) - 1) < 1e-6
 
     def log_likelihood(along) -> float:
@@ -73,7 +77,7 @@ def test_what_is_learned_makes_the_turns_likely_where_it_is_added(architecture, 
             ids = one.turns[0]
             after = range(len(one.ids), len(one.ids) + len(ids) - 1) if in_turn else ()
             at = tuple(place - 1 for place in (*one.at, *after))  # all but one token is scored
-            moved = () if along is None else (Add(2, at, torch.from_numpy(along), 0.5),)
+            moved = () if along is None else (Add(2, at, torch.from_numpy(along), DOSE),)
             turns.append(Turn(number, (*one.ids[1:], *ids), interventions=moved))
         found = model.score([one.ids[:1] for one in contexts], turns)
         lengths = [len(one.turns[0]) for one in contexts]
@@ -87,7 +91,8 @@ def test_what_is_learned_makes_the_turns_likely_where_it_is_added(architecture, 
 
 
 def test_recurrent_layers_without_a_gradient_are_refused_by_name():
-    contexts = [SteeredContext("q", tuple(tiny.prompt(12, 0)), 2, (11,), False, ((5, 6, 7),))]
+    ids = tuple(tiny.prompt(12, 0))
+    contexts = [SteeredContext("q", "", 0, ids, 2, (11,), False, ((5, 6, 7),))]
     model = Model(SimpleNamespace(model=tiny.model("qwen3_5")), None)
     with pytest.raises(UserError, match="passes of Qwen3_5ForCausalLM have no gradient"):
         learn(model, learning(contexts))
@@ -135,12 +140,12 @@ def test_layers_that_do_nothing_are_called_in_5_percent_though_the_best_is_chose
 # -- planted truths --------------------------------------------------------------------------------
 
 
-def rates_under(model: Model, queries, layer: int, direction, dose: float = 0.5) -> list[dict]:
+def rates_under(model: Model, queries, layer: int, direction) -> list[dict]:
     """Of each query how often greedy turns say the name of their response, and of siblings'."""
     rows = []
     for contexts in queries:
         along = None if direction is None else torch.from_numpy(direction)
-        said = planted.said(model, contexts, layer, along, dose)
+        said = planted.said(model, contexts, layer, along, DOSE)
         own = np.mean([name == k for k, name in enumerate(said)])
         other = np.mean([name in range(4) and name != k for k, name in enumerate(said)]) / 3
         values = {RATE: own, SIBLINGS: other, EXCESS: own - other}
@@ -169,11 +174,8 @@ def estimates_of(
                 ]
                 found = rates_under(model, others, layer, learn(model, learning(pairs, steps=3)))
                 rows += [row | {"term": term} for row in found]
-    found = pd.DataFrame(
-        {"quantity": row.quantity, **row.names, "value": row.estimate.value,
-         "low": row.estimate.low, "high": row.estimate.high, "p": row.p_holm}
-        for row in one.estimate(pd.DataFrame(rows).assign(dataset="d"))
-    )  # fmt: skip
+    each = one.estimate(pd.DataFrame(rows).assign(dataset="d"))
+    found = frame_of(each, LearnedVector.columns)
     return found.set_index(["quantity", "term", "layer"]).sort_index(), one.notes
 
 
@@ -186,14 +188,14 @@ def test_the_layer_at_which_a_planted_gate_opens_is_found():
     assert value[EXCESS, SIBLING, 2] == value[EXCESS, OWN, 4] == 0
     opened = found.loc[(OPENED, CHOSEN)].iloc[0]
     assert opened["value"] == pytest.approx(11 / 16) and opened["low"] > 0
-    assert found["p"][OPENED, OWN, 2] < 0.05 and found["p"][OPENED, OWN, 4] == 1
+    assert found["p_holm"][OPENED, OWN, 2] < 0.05 and found["p_holm"][OPENED, OWN, 4] == 1
     assert notes[-1].startswith("chosen layers: 2 on part 1, 2 on part 2, 2 on part")
 
 
 def test_nothing_is_found_where_nothing_is_behind_the_gate():
     found, _ = estimates_of(planted.model(False), (2,), 8)
     assert found.loc[(OPENED, CHOSEN)].iloc[0]["value"] == 0
-    assert (found.loc[OPENED, "p"].dropna() == 1).all()
+    assert (found.loc[OPENED, "p_holm"].dropna() == 1).all()
 
 
 # -- the command -----------------------------------------------------------------------------------
@@ -236,7 +238,7 @@ def test_the_command_holds_what_a_half_learned_against_the_other_half(run, tmp_p
         }
         assert steered.record["identity"]["intervention"] == vectors[OWN].sha256
         assert vectors[OWN].positions == ("header_0", "header_1", "header_last")
-        assert {one.dose for one in vectors.values()} == {0.5}
+        assert {one.dose for one in vectors.values()} == {DOSE}
         along = vectors[OWN].direction @ vectors[RANDOM].direction
         assert abs(float(along)) < 1e-5  # 32 products of float32, each below 1
     assert sources[0].isdisjoint(sources[1]) and len(sources[0]) == len(sources[1]) == 2
@@ -260,8 +262,9 @@ def test_turns_are_paired_with_their_own_response_a_sibling_and_another_query(ru
     accepted = turns[(turns["follow_up"] == 1) & (turns["temperature"] > 0)]
     sampled = run.generations.set_index(["context_id", "temperature"])["token_ids"]
     learned = 0
-    for half, those in enumerate(one.examples):
-        for own, sibling, other in zip(*(those[term] for term in LEARNED), strict=True):
+    for half in (0, 1):
+        each = (one.taught[half, one.layers[0], term] for term in LEARNED)
+        for own, sibling, other in zip(*each, strict=True):
             assert own.turns == sibling.turns == other.turns
             (mine, k), (same, j), (foreign, _) = (place[x.ids] for x in (own, sibling, other))
             assert mine is same and mine is not foreign

@@ -14,10 +14,9 @@ import torch
 from shell import call
 from test_temperature_sweep import judged
 
-from experiments import fit, steering
+from experiments import steering
 from experiments.control import permuted_probes, random_directions
 from experiments.experiment import Model
-from experiments.fit import Dosing, Steered, SteeredContext, doses_of_equal_kl, effects
 from experiments.shown import estimates_of
 from experiments.steering import (
     BEYOND,
@@ -27,7 +26,11 @@ from experiments.steering import (
     OTHER,
     OTHER_MEAN,
     RANK,
+    Odds,
+    SteeredContext,
     Steering,
+    doses_of_equal_kl,
+    dosing,
     estimates,
     is_shown,
     main,
@@ -63,8 +66,9 @@ def test_changes_equal_full_passes_with_plain_hooks(tiny_subject):
     direction = torch.randn(32, generator=torch.Generator().manual_seed(0))
     unit_vector = direction / direction.norm()
     for at, in_turn in (((20,), False), ((17,), True)):
-        context = SteeredContext("q", ids, 2, at, in_turn, turns)
-        changed, kls = effects(Model(tiny_subject, None), context, [direction.tolist()], [0.7])
+        context = SteeredContext("q", "", 0, ids, 2, at, in_turn, turns)
+        tried = context.under([direction.tolist()], [0.7])
+        scored, _, kls = tried.scores(Model(tiny_subject, None))
         sums, firsts = {}, {}
         for name in ("plain", "moved"):
             for number, turn in enumerate(turns):
@@ -84,9 +88,9 @@ def test_changes_equal_full_passes_with_plain_hooks(tiny_subject):
                 sums[name, number] = sum(float(log[i, t]) for i, t in zip(ahead, turn, strict=True))
                 firsts[name] = log[len(ids) - 1]
         moved = [sums["moved", n] - sums["plain", n] for n in (0, 1)]
-        np.testing.assert_allclose(changed, [moved], rtol=0, atol=1e-4)
+        np.testing.assert_allclose(scored[1] - scored[0], moved, rtol=0, atol=1e-4)
         kl = float((firsts["moved"].exp() * (firsts["moved"] - firsts["plain"])).sum())
-        assert kls == pytest.approx([kl], abs=1e-5) and kl > 5e-4
+        assert kls == pytest.approx([0, kl], abs=1e-5) and kl > 5e-4
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt_oss"])
@@ -186,9 +190,9 @@ def test_directions_get_the_doses_of_one_kl():
     along, nothing = tuple(told.tolist()), tuple(np.roll(told, 1).tolist())
     made = [planted_context(n) for n in range(4)]
     contexts = tuple(replace(one, layer=5, at=(len(one.ids) - 1,)) for one in made)
-    doses = Dosing("", "", 0, contexts, (along, nothing), 1e-3).rows(model)["dose"]
-    one = Steered("", "", 0, contexts, (along, nothing), tuple(doses))
-    reached = one.rows(model).groupby("draw")["kl"].mean()
+    doses = dosing("", contexts, [along, nothing], 1e-3).rows(model)["dose"]
+    each = (one.under([along, nothing], doses).rows(model) for one in contexts)
+    reached = pd.concat(each).groupby("draw")["kl"].mean()
     np.testing.assert_allclose(reached, 1e-3, rtol=0.1)
 
 
@@ -201,7 +205,7 @@ def test_a_dose_is_found_whatever_power_of_it_a_kl_grows_with(power):
 
     found = doses_of_equal_kl(len(scales), 0.05, kl_of)
     wanted = (0.05 / scales[:-1]) ** (1 / power)
-    there = (wanted > fit.LEAST_DOSE) & (wanted < fit.MOST_DOSE)
+    there = (wanted > steering.LEAST_DOSE) & (wanted < steering.MOST_DOSE)
     assert (~np.isnan(found)).tolist() == [*there.tolist(), False]
     reached = kl_of(np.flatnonzero(there), found[:-1][there])
     assert there.any() and (abs(reached - 0.05) <= 0.1 * 0.05).all()
@@ -210,12 +214,12 @@ def test_a_dose_is_found_whatever_power_of_it_a_kl_grows_with(power):
 # -- planted truths --------------------------------------------------------------------------------
 
 
-def planted_context(number: int) -> SteeredContext:
+def planted_context(number: int) -> Odds:
     """The context's own turn is no follow-up; that of another name is."""
     made = planted.context(FROM, 4 + number % 4, 1, query=2 + number)
     turns = tuple(planted.turn(name, 4) for name in (TO, FROM))
     at = (made.positions[planted.WRITTEN],)
-    return SteeredContext(f"q{number}", tuple(made.ids), LAYER, at, False, turns)
+    return Odds(f"q{number}", "d", 0, tuple(made.ids), LAYER, at, False, turns)
 
 
 def planted_direction() -> np.ndarray:
@@ -229,11 +233,8 @@ def found_along(direction: np.ndarray, seed: int, dose: float = 0.4) -> pd.DataF
     model, rng = model_of(planted.model(True)), np.random.default_rng(seed)
     states = rng.standard_normal((60, planted.WIDTH))
     drawn = random_directions(states, direction, 19, seed)
-    along = tuple(tuple(one) for one in (direction, *drawn))
-    parts = [
-        Steered("", "", 0, (planted_context(n),), along, (dose,) * len(along)).rows(model)
-        for n in rng.permutation(24)[:10].tolist()
-    ]
+    what = (direction, *drawn), [dose] * 20
+    parts = [planted_context(n).under(*what).rows(model) for n in rng.permutation(24)[:10].tolist()]
     rows = pd.concat([one.assign(source=str(n), dataset="d") for n, one in enumerate(parts)])
     return estimates_of(estimates(rows, OPTIONS), Steering.columns, 0.95)
 
@@ -359,7 +360,7 @@ def test_a_vector_that_steers_the_turn_too_gets_a_dose_of_its_own(folder, small,
 
 
 def test_what_cant_be_used_is_refused_in_a_line(folder, small, tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr("experiments.fit.ROUNDS", 1)
+    monkeypatch.setattr(steering, "ROUNDS", 1)
 
     def refused(*words: str) -> str:
         outcome = call(main, [str(folder), *words, "--out", str(tmp_path / "out")], capfd)
