@@ -66,7 +66,6 @@ def test_a_study_ends_with_one_sentence_its_control_and_a_page(made):
     assert "The response's keys and values are enough for" in found.sentence
     assert found.control.startswith("Follow-ups are compared with wrong conversations, bits")
     assert {"mass", "locate", "study"} == set(found.estimates["stage"])
-    assert "share of bits in follow-ups" in set(found.estimates["quantity"])
     assert "sites" in found.figures
     page = re.sub("<[^>]*>", "", (made / "report.html").read_text("utf-8"))
     assert found.sentence.partition(" tell ")[2][:60] in page
