@@ -231,14 +231,8 @@ def measure(one: "Experiment", units: "Iterable[Unit]", phase: str = "") -> pd.D
         team = models[todo[0]].team
         bar.start(phase or f"measuring, {one.name}", total, done=before, unit="token")
         try:
-            compute_in_workers(
-                todo,
-                lambda n: models[n].measure(units[n], bar),
-                done,
-                team.most,
-                team.threads,
-                team.ready,
-            )
+            how = team.most, team.threads, team.ready
+            compute_in_workers(todo, lambda n: models[n].measure(units[n], bar), done, *how)
         finally:
             bar.stop()
     every = [tables[n].assign(source=u.source, dataset=u.dataset) for n, u in enumerate(units)]
@@ -340,7 +334,7 @@ def plan(one: "Experiment") -> dict[str, str]:
             f"the others have about {tokens:,} tokens"
         )
     if to_sample or todo:
-        lines |= _costs(one, to_sample, tokens, todo)
+        lines["time"] = time_of(one, to_sample, tokens, todo)
     lines = lines or {"to compute": "nothing: the runs hold all that is read"}
     if one.too_few:
         lines["too few queries"] = one.too_few
@@ -348,32 +342,25 @@ def plan(one: "Experiment") -> dict[str, str]:
     return lines | ({"new turns": f"go to {shell_word(one.beside)}"} if arms else {})
 
 
-def _costs(one: "Experiment", arms: Sequence[Arm], tokens: int, units: int) -> dict[str, str]:
-    """Memory and time, where arms are sampled and units of so many tokens are measured."""
+def time_of(one: "Experiment", arms: Sequence[Arm], tokens: int, units: int) -> str:
+    """About how long it takes to sample arms, and to measure units of so many tokens."""
     import torch
 
-    from ia_mech.collect.cost import Pace, memory_text, time_text
-    from ia_mech.engine.memory import Footprint
-    from ia_mech.engine.score import LOGITS, STATE_BYTES
+    from ia_mech.collect.cost import Pace, time_text
     from ia_mech.models.load import resolve_device
 
     first = one.runs[0]
     device = resolve_device(first.settings["device"])  # here, wherever the run was made
-    batch = first.settings["batch_rows"]
-    size = Footprint.read(first.record["footprint"])
     pace = Pace(one.config, getattr(torch, first.model["dtype"]), device)
     longest = int(first.contexts["context_tokens"].max())
     seconds = pace.seconds(tokens, 2 * units)
-    part = (4 * LOGITS[device.type] + STATE_BYTES[device.type]) if units else 0
     for arm in arms:
-        contexts, each = len(arm.conversations), arm.rows(first)
+        contexts, rows = len(arm.conversations), len(arm.conversations) * arm.rows(first)
         new = arm.settings.get("max_new_tokens", first.settings["max_new_tokens"])
-        rows = contexts * each
+        batches = -(-rows // first.settings["batch_rows"])
         seconds += pace.seconds(contexts * longest, contexts)
-        seconds += pace.seconds(rows * new, -(-rows // batch) * new)
-        row = size.row(longest, new) + size.context(longest) // each
-        part = max(part, min(rows, batch) * row)
-    return {"memory": memory_text(size, part), "time": time_text(seconds)}
+        seconds += pace.seconds(rows * new, batches * new)
+    return time_text(seconds)
 
 
 # -- the command -----------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 FLOOR = "the judge's floor"  # a line among those of datasets
 LEAST = queries_needed()  # the fewest queries that can show anything
+TOO_FEW = "Too few queries"  # how the warning begins
 DETECTABLE = (
     "Minimum detectable: 80 of 100 repetitions would show a true difference of this size (80% "
     "power), before the correction of p; none: too few data to show any."
@@ -69,7 +70,7 @@ def headline(sentence: str, found: pd.DataFrame) -> str:
     Fewer than :data:`LEAST` queries can't reach p = 0.05.
     """
     most = int(found["sources"].max()) if len(found) else 0
-    few = f"Too few queries ({most}) to show anything. " if most < LEAST else ""
+    few = f"{TOO_FEW} ({most}) to show anything. " if most < LEAST else ""
     return few + sentence
 
 
@@ -116,7 +117,10 @@ def tables_of(
     the minimum detectable effect; ``most`` is the largest possible difference.
     """
     if detectable:
-        found = with_detectable(found, detectable, most)
+        own, nothing = found[found["quantity"] == detectable], ("low", "high", "p", "p_holm")
+        effect = own["detectable"].where(~(own["detectable"] >= most), np.inf)
+        own = own.assign(quantity="detectable", value=effect, sources=0)
+        found = pd.concat([found, own.assign(**dict.fromkeys(nothing, np.nan))], ignore_index=True)
         items, digits = list(columns.items()), columns[detectable][1]
         at = list(columns).index(detectable) + 1
         shown = "minimum detectable", digits if isinstance(digits, int) else 2
@@ -133,16 +137,6 @@ def tables_of(
         options["full"] = True
         made.append(table_of(f"{title}, by dataset", each, columns, **options))
     return made
-
-
-def with_detectable(rows: pd.DataFrame, quantity: str, most: float = np.inf) -> pd.DataFrame:
-    """The rows, and one more for each row of ``quantity``: the effect that it could have shown, as
-    the quantity ``detectable``. It is infinite if that effect isn't below ``most``."""
-    own = rows[rows["quantity"] == quantity]
-    nothing: dict[str, Any] = dict.fromkeys(("low", "high", "p", "p_holm"), np.nan)
-    value = own["detectable"].where(~(own["detectable"] >= most), np.inf)
-    told = own.assign(quantity="detectable", value=value, sources=0, **nothing)
-    return pd.concat([rows, told], ignore_index=True)
 
 
 def sentence_of(

@@ -34,22 +34,14 @@ from typing import Any
 
 import pandas as pd
 
-from experiments.change import OWN, RESPONSES
+from experiments.change import RESPONSES
 from experiments.experiment import flag
-from experiments.grid import BITS
 from experiments.grid import SAMPLES as APART
-from experiments.locate import (
-    MAPS,
-    USUAL_MAPS,
-    Lookup,
-    drawings,
-    enough_alone,
-    strongest_windows,
-)
+from experiments.locate import MAPS, USUAL_MAPS, drawings
 from experiments.mass import DECODINGS, EVERY, FIRST, GREEDY, RATE, REST, WHOLE, in_parts
 from experiments.mass import SHARE as FOLLOWS
 from experiments.outcome import IN_ROLE, ONCE_IN_ROLE, parts_of
-from experiments.shown import estimates_of, headline, only, print_plan, too_few
+from experiments.shown import TOO_FEW, estimates_of, headline, only, print_plan, too_few
 from ia_mech.cli import (
     Parser,
     add_ray,
@@ -66,7 +58,6 @@ from ia_mech.display import console, with_style
 from ia_mech.errors import UserError
 from ia_mech.estimates import ALL, Group, TidyEstimate, all_datasets
 from ia_mech.judge.rubric import FOLLOW_UP
-from ia_mech.likelihood.carried import CEILING
 from ia_mech.models.embedded import cache_dir, refuse_missing_model
 from ia_mech.rates.fit import highest, marked
 from ia_mech.rates.gate import named
@@ -196,17 +187,15 @@ def result(out: Path) -> Result:
     located, rates, drawn = each["locate"], each[f"rates-{judge}"], drawn_rates(run, judge)
     parts = {NAME: drawn, **{name: one.estimates for name, one in shown.items()}}
     found = pd.concat([rows.assign(stage=name) for name, rows in parts.items()], ignore_index=True)
-    windows = strongest_windows(located.estimates, run.model["layers"], OPTIONS["level"])
     record = run.labels.record("judgements", judge)
-    told = Lookup(located.estimates)(BITS, OWN)
-    sentence = [
+    said = [
         how_often(drawn, run.model["name"]),
         verdict(all_datasets(rates.estimates), fit=highest(record)),
         first_token(each["mass"]) if "mass" in each else "",
-        *(each[name].sentence for name in LAYERS if name in each),
-        f"Sampled turns tell {told} of {CEILING:.2f} bits about which response they "
-        f"followed. {enough_alone(located.estimates)}{windows and f'; {windows}'}.",
+        *(each[name].sentence for name in (*LAYERS, "locate") if name in each),
     ]
+    sentences = sentences_of(" ".join(filter(None, said)))
+    sentence = " ".join(one for one in sentences if not one.startswith(TOO_FEW))
     of_judge, *last = sentences_of(rates.control)
     control = [
         "Follow-ups are compared with wrong conversations, bits with other responses to the same "
@@ -218,7 +207,7 @@ def result(out: Path) -> Result:
     made = Result(
         name=NAME,
         question=QUESTION,
-        sentence=headline(" ".join(filter(None, sentence)), found),
+        sentence=headline(sentence, found),
         control=" ".join(control),
         estimates=found,
         tables=[_drawn_table(drawn), *(one.tables[0] for one in shown.values())],

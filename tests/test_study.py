@@ -62,7 +62,7 @@ def test_a_study_ends_with_one_sentence_its_control_and_a_page(made):
         r"are \d+ of 16 greedy turns of \S+ \(\d+ in role\), \d+ of 16 turns with", found.sentence
     )
     assert "The follow-up mass of first tokens is" in found.sentence
-    assert "of 1.58 bits about which response they followed" in found.sentence
+    assert "of 1.58 bits about which of 3 responses they followed" in found.sentence
     assert "The response's keys and values are enough for" in found.sentence
     assert found.control.startswith("Follow-ups are compared with wrong conversations, bits")
     assert {"mass", "locate", "study"} == set(found.estimates["stage"])
