@@ -29,7 +29,7 @@ from ia_mech.run.integrity import without_folders
 from ia_mech.settings import Settings
 
 if TYPE_CHECKING:
-    from experiments.running import Loaded
+    from experiments.units import Loaded
     from ia_mech.chat.format import ChatFormat
     from ia_mech.collect.job import Interventions
 

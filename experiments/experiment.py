@@ -1,66 +1,76 @@
-"""What an experiment is.
+"""What an experiment is, and the command that runs any.
 
 An experiment is one file with a subclass of :class:`Experiment`. ``--help`` prints the docstring of
 the module: the question as its first sentence, the method, what it needs, what it costs. It says
 what it needs as class attributes, and the rest by the methods under *what an experiment says*.
 ``docs/worked_experiment.py`` is one to begin from.
 
-:mod:`experiments.running` does the rest. The command opens and checks the runs, chooses the
-queries, samples, measures the unfinished units with progress, writes one
-:class:`ia_mech.results.Result` and prints it. ``--dry-run`` shows what would be computed.
+The command opens and checks the runs, chooses the queries, samples, measures the unfinished units
+(:mod:`experiments.units`) with progress, writes one :class:`ia_mech.results.Result` and prints it.
+``--dry-run`` shows what would be computed.
 """
 
 import argparse
+import inspect
 import re
+import shlex
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import pandas as pd
+from filelock import FileLock, Timeout
 
-from experiments import running
-from experiments.arms import Arm, judge_alike, sample_arm, verdicts_of
-from experiments.shown import Drawing, sentence_of, too_few
+from experiments.arms import CHAT, DECODING, Arm, judge_alike, sample_arm, verdicts_of
+from experiments.shown import Drawing, estimates_of, headline, print_plan, sentence_of, too_few
+from experiments.units import Loaded, Unit, file_of, kept, measure
+from experiments.units import Model as Model
+from ia_mech.cli import (
+    JUDGE_HELP,
+    RUN,
+    Parser,
+    add_intervals,
+    add_ray,
+    add_workers,
+    nonblank,
+    path_of,
+    program,
+    run_command,
+    run_folder,
+    shell_word,
+    tolerant_streams,
+    whole_from,
+)
+from ia_mech.display import console, with_style
 from ia_mech.errors import UserError
-from ia_mech.estimates import TidyEstimate
+from ia_mech.estimates import TidyEstimate, few_sources
+from ia_mech.rates.fit import marked
 from ia_mech.rates.gate import Gate
-from ia_mech.rates.load import JudgedTurns
-from ia_mech.results import Table
+from ia_mech.rates.load import JudgedTurns, open_runs
+from ia_mech.results import (
+    LOCK,
+    Result,
+    Table,
+    about_runs,
+    folder_of,
+    kind_of,
+    read,
+    refuse_place,
+    show,
+    write,
+)
 from ia_mech.run import Run
+from ia_mech.run.layout import UNPERTURBED
 from ia_mech.run.queries import Query, queries_of, subsample
 from ia_mech.run.sources import sources_of
 
 if TYPE_CHECKING:  # these load torch, for which --help doesn't wait
     from ia_mech.chat.format import ChatFormat
-    from ia_mech.engine.score import Scored, Turn
-    from ia_mech.models.load import Subject
-
-
-@dataclass(frozen=True)
-class Unit:
-    """What is measured by itself, and kept.
-
-    A subclass holds all that the measurement depends on besides the model and the code, flags
-    included, in values that JSON can hold: stored rows are found by this content.
-
-    Attributes:
-        source, dataset: of the query, written beside the rows.
-        tokens: about how many the model computes for it, for the progress bar and ``--dry-run``.
-    """
-
-    source: str
-    dataset: str
-    tokens: int
-
-    def rows(self, model: Any) -> pd.DataFrame:
-        """What is measured, by the :class:`Model` and this unit alone; ``source`` and ``dataset``
-        are added."""
-        raise NotImplementedError
 
 
 class Conclusion(NamedTuple):
@@ -68,38 +78,6 @@ class Conclusion(NamedTuple):
 
     sentence: str
     control: str
-
-
-@dataclass
-class Model:
-    """The subject model, as units have it.
-
-    Attributes:
-        subject: the model, its tokenizer, the hash of its weights.
-        chat: the model's chat format with the run's settings.
-        on_tokens: told how many tokens were computed.
-    """
-
-    subject: "Subject"
-    chat: "ChatFormat"
-    on_tokens: Callable[[int], None] = field(default=lambda count: None)
-
-    def score(
-        self,
-        contexts: Sequence[Sequence[int]],
-        turns: "Sequence[Turn]",
-        temperatures: Sequence[float] = (),
-    ) -> "list[Scored]":
-        """Log-probabilities of turns; see :func:`ia_mech.likelihood.scorer.score_turns`."""
-        from ia_mech.likelihood.scorer import score_turns
-
-        return score_turns(
-            self.subject.model,
-            contexts,
-            turns,
-            temperatures,
-            on_tokens=self.on_tokens,
-        )
 
 
 class Experiment(ABC):
@@ -143,7 +121,7 @@ class Experiment(ABC):
         self.runs, self.args, self.folder = runs, args, folder
         self.notes: list[str] = []
         self.sampled: dict[str, Run] = {}
-        self._models: dict[Path, running.Loaded] = {}
+        self._models: dict[Path, Loaded] = {}
 
     # -- what an experiment says ------------------------------------------------------------------
 
@@ -218,13 +196,13 @@ class Experiment(ABC):
             found = several
         return subsample(found, getattr(self.args, "queries", None), self.args.seed)
 
-    def model_of(self, run: Run) -> "running.Loaded":
+    def model_of(self, run: Run) -> Loaded:
         """The model of a run, which is loaded at first use."""
         from ia_mech.engine.workers import Crew
 
         args, place = self.args, getattr(self.args, "model", None)
         crew = Crew(args.workers, args.threads, getattr(args, "ray", None))
-        return self._models.setdefault(run.path, running.Loaded(run, place, crew))
+        return self._models.setdefault(run.path, Loaded(run, place, crew))
 
     @property
     def config(self) -> Any:
@@ -294,12 +272,34 @@ class Experiment(ABC):
         """The folder of an arm."""
         return self.beside / name.replace(" ", "_")
 
-    # -- the command (:mod:`experiments.running`) -------------------------------------------------
+    def measure_units(self, units: Iterable[Unit], phase: str = "") -> pd.DataFrame:
+        """The rows of units one below the other, with ``source`` and ``dataset``.
 
-    measure_units = running.measure
-    plan = running.plan
-    build_parser = classmethod(running.build_parser)
-    main = classmethod(running.main)
+        Several are measured at once, by workers. Finished units are kept in ``parts/`` of the
+        results, and aren't measured again unless something changes of what they depend on.
+
+        Raises:
+            UserError: there is no unit.
+        """
+        units = self._at_least_one(units)
+        models = [self.model_of(self.run_for(unit)) for unit in units]
+        return measure(units, models, self._files(units), phase or f"measuring, {self.name}")
+
+    def _files(self, units: Sequence[Unit]) -> list[Path]:
+        """Where the rows of units are kept."""
+        where = self.folder / "parts", self.name
+        return [file_of(*where, unit, self.run_for(unit)) for unit in units]
+
+    def _at_least_one(self, units: Iterable[Unit]) -> list[Unit]:
+        found = list(units)
+        if not found:
+            raise UserError(
+                f"{self.runs[0].path} holds nothing that {self.name} could measure",
+                "".join(self.notes[-1:]) or "see what it needs in --help",
+            )
+        return found
+
+    # -- the command ------------------------------------------------------------------------------
 
     @classmethod
     def help(cls) -> str:
@@ -316,14 +316,173 @@ class Experiment(ABC):
         """Its first sentence."""
         return " ".join(re.split(r"(?<=[?.])\s", cls.help(), maxsplit=1)[0].split())
 
+    @classmethod
+    def build_parser(cls) -> argparse.ArgumentParser:
+        name, file = cls.folder_name(), Path(inspect.getfile(cls)).resolve()
+        ours = file.parent == Path(__file__).resolve().parent
+        parser = Parser(
+            prog=f"ia-mech {name}" if ours else f"python {file.name}",
+            usage="%(prog)s RUN [RUN …] [options]",
+            description=cls.help(),
+            epilog=f"Numbers go to RUN/results/{name}/, new turns to RUN-{name}/ beside RUN.\n"
+            "If it is interrupted, the same command goes on. Intervals are over queries.",
+        )
+        add = parser.add_argument
+        add("runs", nargs="+", type=run_folder, metavar="RUN", help="a run's folder")
+        if cls.judged:
+            add("--judge", metavar="NAME", help=JUDGE_HELP)
+        if (most := cls.queries_used) is not None:
+            what = f"at most N queries, drawn by --seed (default: {most})"
+            add("--queries", type=whole_from(2), default=most, metavar="N", help=what)
+        if cls.loads:
+            where = "where the runs' model is now (default: where it was)"
+            add("--model", type=nonblank, metavar="PATH", help=where)
+        cls.add_flags(parser)
+        written = parser.add_argument_group("what is shown and written")
+        where = "where both go instead"
+        written.add_argument("--out", type=path_of, metavar="FOLDER", help=where)
+        written.add_argument("--full", action="store_true", help="print all tables and notes")
+        written.add_argument("--dry-run", action="store_true", help="say what it takes, and stop")
+        add_workers(computing := parser.add_argument_group("what computes"))
+        if cls.loads and not cls.several_models:
+            add_ray(computing)
+        add_intervals(parser.add_argument_group("intervals"), seed="what is drawn")
+        parser.set_defaults(command_line="")  # as it was given; empty where there was none
+        return parser
+
+    @classmethod
+    def main(cls, argv: list[str] | None = None) -> int:
+        tolerant_streams()
+        parser = cls.build_parser()
+        args = parser.parse_args(argv)
+        args.command_line = command_line(parser, args)
+        kept = "what was computed is kept; the same command goes on from there"
+        return run_command(lambda: cls.command(args), lambda: kept, args.threads)
+
+    @classmethod
+    def command(cls, args: argparse.Namespace) -> None:
+        """What the command does: answer, write and print."""
+        runs, kind = open_runs(args.runs), cls.asked(args)
+        one = kind(runs, args, output_folder(kind, args.out, args.runs[0]))
+        one.check()
+        if args.dry_run:
+            plan = one.plan()
+            print_plan(plan | ({"to know": " ".join(one.notes)} if one.notes else {}))
+            return
+        if one.too_few:
+            print(f"note: too few queries: {one.too_few}", file=sys.stderr, flush=True)
+        with only_writer(one.folder):
+            made = with_style(one.result)()
+            known = kind_of(one.folder)
+            earlier = read(one.folder).about["command"] if known else args.command_line
+            write(made, one.folder)
+        show(made, console(), full=args.full)  # after writing: a closed pipe costs no file
+        print(f"numbers went to {shell_word(one.folder)}", file=sys.stderr)
+        if one.sampled:
+            print(f"new turns went to {shell_word(one.beside)}", file=sys.stderr)
+        if earlier != args.command_line:
+            print(f"this replaced the result of: {earlier}", file=sys.stderr)
+        page = f"{program()} report {' '.join(map(shell_word, args.runs))}"
+        print(f"next: {page}{f' --results {shell_word(args.out)}' if args.out else ''}")
+
     def check(self) -> None:
         """Refuse what can't be answered."""
-        running.refuse_unlike(self.runs, self.several_models, self.mixed)
+        refuse_unlike(self.runs, self.several_models, self.mixed)
         if self.siblings and not self.several_models:
             _ = self.queries  # refused before anything slow is loaded
         if self.judged:
             self.gate = self.verdicts.gate
         self.read()
+
+    def plan(self) -> dict[str, str]:
+        """What would be sampled and measured: name → how much."""
+        lines, tokens, todo, arms, units = {}, 0, 0, self.arms(), self.units()
+        to_sample = []
+        for name, arm in arms.items():
+            place, turns = self.place(name) / "run", f"{arm.rows(self.runs[0])} turns after each"
+            lines[name] = f"{len(arm.conversations)} conversations to sample {turns}"
+            if (place / RUN).is_file() and Run.open(place).complete:
+                lines[name] += "; done already"
+            else:
+                to_sample.append(arm)
+        if units is not None:
+            units = self._at_least_one(units)
+            lacking = [
+                unit
+                for unit, file in zip(units, self._files(units), strict=True)
+                if kept(file) is None
+            ]
+            tokens, todo = sum(unit.tokens for unit in lacking), len(lacking)
+            queries = len({unit.source for unit in units})
+            lines["to measure"] = (
+                f"{len(units)} units of {queries} queries; {len(units) - todo} are measured "
+                f"already, the others have about {tokens:,} tokens"
+            )
+        if to_sample or todo:
+            lines["time"] = self._time(to_sample, tokens, todo)
+        lines = lines or {"to compute": "nothing: the runs hold all that is read"}
+        if self.too_few:
+            lines["too few queries"] = self.too_few
+        lines["numbers"] = f"go to {shell_word(self.folder)}"
+        return lines | ({"new turns": f"go to {shell_word(self.beside)}"} if arms else {})
+
+    def _time(self, arms: Sequence[Arm], tokens: int, units: int) -> str:
+        """About how long it takes to sample arms, and to measure units of so many tokens."""
+        import torch
+
+        from ia_mech.collect.cost import Pace, time_text
+        from ia_mech.models.load import resolve_device
+
+        first = self.runs[0]
+        device = resolve_device(first.settings["device"])  # here, wherever the run was made
+        pace = Pace(self.config, getattr(torch, first.model["dtype"]), device)
+        longest = int(first.contexts["context_tokens"].max())
+        seconds = pace.seconds(tokens, 2 * units)
+        for arm in arms:
+            contexts, rows = len(arm.conversations), len(arm.conversations) * arm.rows(first)
+            new = arm.settings.get("max_new_tokens", first.settings["max_new_tokens"])
+            batches = -(-rows // first.settings["batch_rows"])
+            seconds += pace.seconds(contexts * longest, contexts)
+            seconds += pace.seconds(rows * new, batches * new)
+        return time_text(seconds)
+
+    def result(self) -> Result:
+        """Sample, measure, estimate, conclude."""
+        for name, arm in self.arms().items():
+            self.sample(name, arm)
+        rows = self.rows()
+        found = estimates_of(self.estimate(rows), self.columns, self.args.level)
+        sentence, control = self.conclude(found)
+        gate = {"judge": self.gate.judge, "gate": self.gate.word} if self.judged else {}
+        used, queries, samples = [*self.runs, *self.sampled.values()], [], {}
+        if {"temperature", "sample"} <= {*rows} and (sampled := rows["temperature"] > 0).any():
+            samples["samples"] = int(rows.loc[sampled, "sample"].max()) + 1
+        if "queries" in vars(self):  # they were read
+            complete = [each for query in self.queries for each in query.complete]
+            note = f"{len(self.queries)} queries, {len(complete)} responses"
+            cut = complete.count(False)
+            queries.append(f"{note}, {cut} of them unfinished." if cut else f"{note}.")
+        names = {str(run.path): run.name for run in used}  # no folders of this machine in files
+        made = Result(
+            name=self.name,
+            question=self.question(),
+            sentence=headline(sentence, found),
+            control=control,
+            estimates=found,
+            tables=self.tables(found),
+            figures={stem: figure.draw() for stem, figure in self.figures(found).items()},
+            notes=[*queries, *self.notes, *few_sources(found)],
+            about={"kind": self.name, "level": self.args.level, "command": self.args.command_line}
+            | gate
+            | samples
+            | about_runs(used, [gate["judge"]] if gate else []),
+            data={
+                stem: frame.assign(run=frame["run"].replace(names)) if "run" in frame else frame
+                for stem, frame in self.data(rows).items()
+            },
+            files=self.files(),
+        )
+        return marked(made, self.verdicts.record) if self.judged else made
 
 
 def flag(
@@ -333,3 +492,65 @@ def flag(
     shown = [f"{one:g}" if isinstance(one, float) else str(one) for one in np.atleast_1d(default)]
     what += "" if default is None else f" (default: {' '.join(shown)})"
     parser.add_argument(name, type=kind, default=default, help=what.replace("%", "%%"), **more)
+
+
+@contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Keep other commands from writing results to a folder; none is left that holds nothing."""
+    new = not folder.is_dir()
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise UserError(
+            f"another command is writing to {folder}", "wait for it, or give another --out"
+        ) from None
+    try:
+        yield
+    finally:
+        (folder / LOCK).unlink(missing_ok=True)
+        lock.release()
+        if new and not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def command_line(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str:
+    """The command as a result keeps it: all that may change the result, and no folders of this
+    machine."""
+    words = [run.name for run in args.runs]
+    silent = {"runs", "model", "out", "dry_run", "full", "workers", "threads", "ray"}
+    for name, value in vars(args).items():
+        if name in silent or value == parser.get_default(name):
+            continue
+        words.append(f"--{name.replace('_', '-')}")
+        values = value if isinstance(value, list) else [] if value is True else [value]
+        words += [one.name if isinstance(one, Path) else str(one) for one in values]
+    return f"{parser.prog} {shlex.join(words)}"
+
+
+def output_folder(cls: type[Experiment], out: Path | None, first_run: Path) -> Path:
+    """Where results of an experiment go; the folder isn't made."""
+    usual = folder_of(first_run, cls.folder_name())
+    refuse_place(out or usual, cls.name, usual)
+    return out or usual
+
+
+def refuse_unlike(runs: list[Run], several_models: bool, mixed: bool) -> None:
+    """Refuse runs that can't be used together, and perturbed contexts, which none are."""
+    first = runs[0]
+    if not several_models and len({run.model["weights_hash"] for run in runs}) > 1:
+        models = ", ".join(dict.fromkeys(run.model["name"] for run in runs))
+        raise UserError(f"the runs are of several models ({models})", "give runs of one model")
+    for run in runs:
+        names = (*CHAT, *DECODING)
+        differ = [name for name in names if run.settings[name] != first.settings[name]]
+        if differ and not mixed:
+            raise UserError(
+                f"{first.path} and {run.path} differ in {', '.join(differ)}",
+                "give runs of the same settings",
+            )
+        if (run.contexts["perturbation"].fillna(UNPERTURBED) != UNPERTURBED).any():
+            raise UserError(
+                f"{run.path} holds perturbed conversations", "give the run that they were made from"
+            )

@@ -14,8 +14,8 @@ from runs import files_under
 from shell import call
 
 from benchmarks.probe_validation.planted import Plan, plant, write
-from experiments.running import Loaded
 from experiments.temperature_sweep import main as sweep
+from experiments.units import Loaded
 from ia_mech.collect.command import main
 from ia_mech.engine.workers import ANY
 from ia_mech.judge.__main__ import main as judge

@@ -20,10 +20,10 @@ from shell import Outcome, call, files, refusal, worked
 
 import ia_mech.engine.score as score_module
 from experiments.arms import Arm, conversations_of
-from experiments.experiment import Conclusion, Experiment
+from experiments.experiment import Conclusion, Experiment, output_folder
 from experiments.learned_vector import LearnedVector
-from experiments.running import modules_of, output_folder
 from experiments.shown import Bars
+from experiments.units import modules_of
 from ia_mech.collect.command import main as sample
 from ia_mech.estimates import TidyEstimate
 from ia_mech.rates.gate import Gate
@@ -289,8 +289,8 @@ def test_the_worked_experiment_measures_what_it_says_and_goes_on_where_it_was_st
     for what, value, count in (
         ("torch.__version__", f"{torch.__version__.partition('+')[0]}+cu130", 3),
         ("torch.__version__", "1.0", 0),
-        ("experiments.running.engine_of", lambda: ["changed"], 0),
-        ("experiments.running.hash_of", lambda paths: "changed", 0),
+        ("experiments.units.engine_of", lambda: ["changed"], 0),
+        ("experiments.units.hash_of", lambda paths: "changed", 0),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(what, value)
@@ -302,7 +302,7 @@ def test_kept_rows_depend_on_what_the_measuring_module_imports_and_on_no_table()
     importlib.import_module("experiments.steering")
     used = modules_of(frozenset({"experiments.steering"}))
     assert {"experiments.steering", "experiments.fit"} <= used  # steered turns are made in fit
-    assert not {"experiments.experiment", "experiments.running", "experiments.shown"} & used
+    assert not {"experiments.experiment", "experiments.units", "experiments.shown"} & used
 
 
 def test_a_unit_that_memory_is_too_small_for_is_measured_in_smaller_passes(

@@ -12,7 +12,7 @@ from runs import sampled
 from safetensors.torch import save_file
 from test_intervene import by_plain_hooks, hooks_of, vectors
 
-from experiments.running import Loaded
+from experiments.units import Loaded
 from ia_mech.engine.decode import Row, decode
 from ia_mech.engine.intervene import Add, ProjectOut, at_tokens
 from ia_mech.engine.sampling import stream_key
