@@ -319,24 +319,26 @@ class Experiment(ABC):
     @classmethod
     def build_parser(cls) -> argparse.ArgumentParser:
         name, file = cls.folder_name(), Path(inspect.getfile(cls)).resolve()
-        ours = file.parent == Path(__file__).resolve().parent
         parser = Parser(
-            prog=f"ia-mech {name}" if ours else f"python {file.name}",
+            prog=f"ia-mech {name}"
+            if file.parent == Path(__file__).resolve().parent
+            else f"python {file.name}",
             usage="%(prog)s RUN [RUN …] [options]",
             description=cls.help(),
             epilog=f"Numbers go to RUN/results/{name}/, new turns to RUN-{name}/ beside RUN.\n"
             "If it is interrupted, the same command goes on. Intervals are over queries.",
         )
-        add = parser.add_argument
-        add("runs", nargs="+", type=run_folder, metavar="RUN", help="a run's folder")
+        parser.add_argument(
+            "runs", nargs="+", type=run_folder, metavar="RUN", help="a run's folder"
+        )
         if cls.judged:
-            add("--judge", metavar="NAME", help=JUDGE_HELP)
-        if (most := cls.queries_used) is not None:
-            what = f"at most N queries, drawn by --seed (default: {most})"
-            add("--queries", type=whole_from(2), default=most, metavar="N", help=what)
+            parser.add_argument("--judge", metavar="NAME", help=JUDGE_HELP)
+        if cls.queries_used is not None:
+            least, what = whole_from(2), "at most N queries, drawn by --seed"
+            flag(parser, "--queries", least, cls.queries_used, what, metavar="N")
         if cls.loads:
             where = "where the runs' model is now (default: where it was)"
-            add("--model", type=nonblank, metavar="PATH", help=where)
+            parser.add_argument("--model", type=nonblank, metavar="PATH", help=where)
         cls.add_flags(parser)
         written = parser.add_argument_group("what is shown and written")
         where = "where both go instead"

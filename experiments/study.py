@@ -156,7 +156,7 @@ def stages(args: argparse.Namespace) -> list[Stage]:
         Stage("locate", "experiments.locate", locate, "locate"),
         Stage("mass by layer", interchange, by_layer, "interchange-mass", True, slow),
         Stage("elicit", "experiments.elicit", [run], "elicit", asked=slow),
-        Stage("reaction", "experiments.reaction", [run], "reaction", asked=args.wording),
+        Stage("reaction", "experiments.reaction", [run], "reaction", True, args.wording),
     ]
     for target in ("rate", "latent"):
         words, name, asked = [run, "--target", target], f"probe-{target}", args.queries >= PROBED
