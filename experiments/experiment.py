@@ -245,10 +245,10 @@ class Experiment(ABC):
         """What titles of tables say of intervals."""
         return f"{100 * self.args.level:g}% intervals over queries"
 
-    def tested(self, words: str, rows: pd.DataFrame, digits: int = 2, most: float = np.inf) -> str:
+    def tested(self, words: str, rows: pd.DataFrame, most: float = np.inf) -> str:
         """A sentence of differences, and of one that isn't shown, how large it would have to be.
         ``most`` is the largest that there can be, 1 of differences of rates."""
-        return sentence_of(words, rows, digits, null=0.0, level=self.args.level, most=most)
+        return sentence_of(words, rows, null=0.0, most=most)
 
     @property
     def tests_made(self) -> int:

@@ -145,7 +145,6 @@ def sentence_of(
     digits: int = 2,
     *,
     null: float | None = None,
-    level: float = 0.95,
     most: float = np.inf,
 ) -> str:
     """Estimates as a sentence: ``Words: greedy 0.22 [0.17, 0.27], T = 1: 0.28 [0.25, 0.30].``
@@ -156,7 +155,6 @@ def sentence_of(
         digits: decimals.
         null: the value without an effect. If an interval contains it, the sentence says how large
             an effect would have been shown.
-        level: the intervals' level, where rows don't say what they could have shown.
         most: the largest possible effect, such as 1 for a difference of rates.
 
     Returns:
@@ -174,9 +172,8 @@ def sentence_of(
         said = cell_of(row, digits)
         few = estimate_of(row).few
         if null is not None and not few and row["low"] <= null <= row["high"]:
-            said += (
-                f" ({could_show(row.get('detectable', smallest_effect(row, level)), digits, most)})"
-            )
+            least = row.get("detectable", smallest_effect(row))
+            said += f" ({could_show(least, digits, most)})"
         found.append(" ".join([*where, said]))
     return f"{words[:1].upper()}{words[1:]}: {', '.join(found)}." if found else ""
 

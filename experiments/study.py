@@ -49,11 +49,13 @@ from ia_mech.cli import (
     nonblank,
     one_line,
     path_of,
+    program,
     run_command,
     shell_word,
     tolerant_streams,
     whole_from,
 )
+from ia_mech.console import COMMANDS
 from ia_mech.display import console, with_style
 from ia_mech.errors import UserError
 from ia_mech.estimates import ALL, Group, TidyEstimate, all_datasets
@@ -99,10 +101,11 @@ LEFT_OUT_QUICK = "the mass by layer, elicit, maps or probes"
 
 @dataclass(frozen=True)
 class Stage:
-    """One command of a study: the ``main`` of a module.
+    """One command of a study.
 
     Attributes:
-        name, module, words: of the command.
+        name: what it is called here.
+        words: of the command, as ``ia-mech`` takes them.
         result: the folder of its result in the run, if it has one.
         optional: the study goes on where the run doesn't hold what it needs.
         asked: whether it is done at all.
@@ -110,7 +113,6 @@ class Stage:
     """
 
     name: str
-    module: str
     words: list[str]
     result: str = ""
     optional: bool = False
@@ -121,7 +123,8 @@ class Stage:
         """Do it, and print its answer alone, in one line, or all that it says where it fails.
         Returns the exit status."""
         with redirect_stdout(io.StringIO()) as said:
-            status = importlib.import_module(self.module).main(self.words)
+            command, *words = self.words
+            status = importlib.import_module(COMMANDS[command][0]).main(words)
         print(said.getvalue() if status else f"{self.name}: {self._answer(Run.open(run))}")
         return status
 
@@ -135,36 +138,37 @@ class Stage:
 
 
 def stages(args: argparse.Namespace) -> list[Stage]:
-    run, queries = str(args.out / "run"), ["--queries", str(args.queries)]
-    samples, slow, text = ["--samples", str(args.samples)], not args.quick, ("threads",)
-    sample = ["--model", args.model, "--dataset", args.dataset, "--limit", str(args.queries)]
+    run, offline = str(args.out / "run"), ("threads",)  # what commands without a model take
+    queries, samples = ["--queries", str(args.queries)], ["--samples", str(args.samples)]
+    sample = ["sample", "--model", args.model, "--dataset", args.dataset]
+    sample += ["--limit", str(args.queries)]
     sample += ["--response", "generate", "--responses", str(RESPONSES)]
     sample += ["--response-temperature", "1", "--max-response-tokens", str(RESPONSE_TOKENS)]
     sample += ["--temperatures", *map(str, TEMPERATURES), *samples]
     sample += ["--drawn-tokens", *map(str, DRAWN)]
     sample += ["--max-new-tokens", str(TURN_TOKENS), "--out", run]
     sample += ["--unfinished"] * args.unfinished + ["--skip-unusable"] * args.skip_unusable
-    judge = ["run", run, *shlex.split(args.judge or "")]
-    locate = [run, *queries, "--recipients", str(args.recipients), "--maps", *args.maps]
-    by_layer, interchange = [run, "--outcome", "mass", *queries], "experiments.interchange"
-    learned = [run, "--quick"], "learned-vector", True, args.where
+    judge = ["judge", "run", run, *shlex.split(args.judge or "")]
+    locate = ["locate", run, *queries, "--recipients", str(args.recipients), "--maps", *args.maps]
+    by_layer = ["interchange", run, "--outcome", "mass", *queries]
+    probes, vector = ["probes", run, "--target"], ["learned-vector", run, "--quick"]
+    slow = not args.quick
+    probed = slow and args.queries >= PROBED
     found = [
-        Stage("sample", "ia_mech.collect.command", sample),
-        Stage("judge", "ia_mech.judge.__main__", judge, takes=()),
-        Stage("rates", "ia_mech.rates.__main__", [run], "rates-{judge}", takes=text),
-        Stage("mass", "experiments.mass", [run, *queries], "mass", True),
-        Stage("locate", "experiments.locate", locate, "locate"),
-        Stage("mass by layer", interchange, by_layer, "interchange-mass", True, slow),
-        Stage("elicit", "experiments.elicit", [run], "elicit", asked=slow),
-        Stage("reaction", "experiments.reaction", [run], "reaction", True, args.wording),
-    ]
-    for target in ("rate", "latent"):
-        words, name, asked = [run, "--target", target], f"probe-{target}", args.queries >= PROBED
-        how = words, f"{name}-{{judge}}", True, slow and asked, text
-        found.append(Stage(f"probes {target}", "probes.train", *how))
-    found += [
-        Stage("interchange", interchange, [run, *samples], "interchange", True, args.where),
-        Stage("learned vector", "experiments.learned_vector", *learned),
+        Stage("sample", sample),
+        Stage("judge", judge, takes=()),
+        Stage("rates", ["rates", run], "rates-{judge}", takes=offline),
+        Stage("mass", ["mass", run, *queries], "mass", True),
+        Stage("locate", locate, "locate"),
+        Stage("mass by layer", by_layer, "interchange-mass", True, slow),
+        Stage("elicit", ["elicit", run], "elicit", asked=slow),
+        Stage("reaction", ["reaction", run], "reaction", True, args.wording),
+        *(
+            Stage(f"probes {of}", [*probes, of], f"probe-{of}-{{judge}}", True, probed, offline)
+            for of in ("rate", "latent")
+        ),
+        Stage("interchange", ["interchange", run, *samples], "interchange", True, args.where),
+        Stage("learned vector", vector, "learned-vector", True, args.where),
     ]
     for stage in found:
         for name in stage.takes:
@@ -355,7 +359,7 @@ def usable_queries(stage: Stage, out: Path) -> int:
     from ia_mech.collect.command import settings_of
     from ia_mech.collect.plan import Plan
 
-    plan = Plan(settings_of(of_sample().parse_args(stage.words)), out)
+    plan = Plan(settings_of(of_sample().parse_args(stage.words[1:])), out)
     for line in plan.skipped:
         print(f"note: skipped, {one_line(line)}", file=sys.stderr)
     return plan.data.rows
@@ -392,7 +396,7 @@ def _print_plan(args: argparse.Namespace) -> None:
     written = f"{RESPONSES} responses to each, which the model writes; the data's own aren't used"
     lines = {"queries": f"{args.queries}; {written}; samples: {args.samples}"}
     for stage in stages(args):
-        lines[stage.name] = f"{stage.module} {shlex.join(stage.words)}"
+        lines[stage.name] = f"{program()} {shlex.join(stage.words)}"
     if args.quick:
         lines["left out"] = f"{LEFT_OUT_QUICK}, which --quick has no time for"
     elif args.queries < PROBED:
