@@ -352,29 +352,23 @@ def _study(args: argparse.Namespace) -> int | None:
         return _run_stages(args)
 
 
-def usable_queries(stage: Stage, out: Path) -> int:
-    """How many queries the first stage will use. Those that can't be used are left out or refused
-    as there, before anything is planned by their number."""
-    from ia_mech.collect.command import build_parser as of_sample
-    from ia_mech.collect.command import settings_of
-    from ia_mech.collect.plan import Plan
-
-    plan = Plan(settings_of(of_sample().parse_args(stage.words[1:])), out)
-    for line in plan.skipped:
-        print(f"note: skipped, {one_line(line)}", file=sys.stderr)
-    return plan.data.rows
-
-
 def _run_stages(args: argparse.Namespace) -> int | None:
     if not (args.out / "run" / "run.json").is_file():
-        args.queries = usable_queries(stages(args)[0], args.out / "run")
+        # What can't be used is left out, or refused, before anything is planned by the number.
+        from ia_mech.collect.command import build_parser as of_sample
+        from ia_mech.collect.command import settings_of
+        from ia_mech.collect.plan import Plan
+
+        words = stages(args)[0].words[1:]
+        plan = Plan(settings_of(of_sample().parse_args(words)), args.out / "run")
+        for line in plan.skipped:
+            print(f"note: skipped, {one_line(line)}", file=sys.stderr)
+        args.queries = plan.data.rows
     if args.dry_run:
         _print_plan(args)
         return None
-    if few := too_few(args.queries):
-        print(f"note: too few queries: {few}", file=sys.stderr)
-    if args.queries < LEAST:
-        print(f"note: {NO_VERDICT}", file=sys.stderr)
+    for name, why in warnings_of(args.queries).items():
+        print(f"note: {name}: {why}", file=sys.stderr)
     for number, stage in enumerate(todo := stages(args), start=1):
         print(f"\n-- {number} of {len(todo)}: {stage.name}", file=sys.stderr)
         status = stage.run(args.out / "run")
@@ -392,6 +386,13 @@ def _run_stages(args: argparse.Namespace) -> int | None:
     return status
 
 
+def warnings_of(queries: int) -> dict[str, str]:
+    """What so few queries can't show: what → why."""
+    found = {"too few queries": too_few(queries)}
+    found["latent follow-ups"] = NO_VERDICT if queries < LEAST else ""
+    return {name: why for name, why in found.items() if why}
+
+
 def _print_plan(args: argparse.Namespace) -> None:
     written = f"{RESPONSES} responses to each, which the model writes; the data's own aren't used"
     lines = {"queries": f"{args.queries}; {written}; samples: {args.samples}"}
@@ -401,11 +402,7 @@ def _print_plan(args: argparse.Namespace) -> None:
         lines["left out"] = f"{LEFT_OUT_QUICK}, which --quick has no time for"
     elif args.queries < PROBED:
         lines["probes"] = f"left out: they need {PROBED} queries"
-    if few := too_few(args.queries):
-        lines["too few queries"] = few
-    if args.queries < LEAST:
-        lines["latent follow-ups"] = NO_VERDICT
-    print_plan(lines | {"all": f"goes to {args.out}"})
+    print_plan(lines | warnings_of(args.queries) | {"all": f"goes to {args.out}"})
 
 
 def study(model: str, **options: Any) -> Result:
