@@ -9,7 +9,7 @@ Its turns are judged as the first run's were.
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,10 +29,9 @@ from ia_mech.run.integrity import without_folders
 from ia_mech.settings import Settings
 
 if TYPE_CHECKING:
+    from experiments.units import Loaded
     from ia_mech.chat.format import ChatFormat
     from ia_mech.collect.job import Interventions
-    from ia_mech.engine.workers import Crew, Team
-    from ia_mech.models.load import ModelSpec
 
 CONVERSATIONS, RUN = "conversations.jsonl", "run"
 CHANGES = "changes"  # of a conversation's metadata: a hash of what is changed in its pass
@@ -125,25 +124,14 @@ def _parts(value: Any) -> Iterator[bytes]:
         yield repr(value).encode()
 
 
-def sample_arm(
-    first: Run,
-    model: "ModelSpec",
-    arm: Arm,
-    folder: Path,
-    team: "Callable[[], Team]",
-    crew: "Crew",
-    chat: "ChatFormat",
-) -> Run:
+def sample_arm(of: "Loaded", arm: Arm, folder: Path) -> Run:
     """The run of an arm in a folder: sampled, continued, or as it is.
 
     Args:
-        first: the run whose model and settings are used.
-        model: where its model is.
+        of: the model of the run whose settings are used; it is loaded where something is left to
+            sample.
         arm: what differs; with the setting ``intervention``, a file with a steering vector.
         folder: made if it isn't there.
-        team: the workers that have the model, where something is left to sample.
-        crew: how many of them, and threads of each.
-        chat: of the run's model, with its settings.
 
     Raises:
         UserError: the folder holds other conversations or changes, or a run without them.
@@ -152,9 +140,10 @@ def sample_arm(
     from ia_mech.collect.plan import Plan
     from ia_mech.steering import SteeringVector
 
+    first, model = of.run, of.spec
     # Absolute, for the path is part of the run's configuration, wherever the command is given.
     file, out = folder.resolve() / CONVERSATIONS, folder / RUN
-    lines = (json.dumps(one.to_dict(), ensure_ascii=False) for one in told_apart(arm, chat))
+    lines = (json.dumps(one.to_dict(), ensure_ascii=False) for one in told_apart(arm, of.chat))
     content = "".join(f"{line}\n" for line in lines).encode()
     same = file.is_file() and file.read_bytes() == content
     if (out / layout.RUN).is_file() and not same:
@@ -191,11 +180,11 @@ def sample_arm(
         kept |= {name: there.record["identity"].get(name) for name in steered}
         if there.complete and without_folders(kept) == without_folders(wanted):
             return there
-    used, contexts = team(), len(arm.conversations)
+    used, contexts = of.team, len(arm.conversations)
     turns = f"{contexts} conversations, {contexts * len(settings.rows())} user turns at most"
     print(f"{turns}, {settings.model} on {used.device}, to {out}", file=sys.stderr)
     plan = Plan(settings, out, device=used.device)
-    return collect(plan, used, Bar(), crew=crew, interventions=arm.interventions)
+    return collect(plan, used, Bar(), crew=of.crew, interventions=arm.interventions)
 
 
 # -- judged ----------------------------------------------------------------------------------------

@@ -52,10 +52,8 @@ class QueryValues:
     Attributes:
         quantity: what it is.
         values: by source.
-        names: what it is of. Without ``dataset`` there is an estimate for each dataset, and one for
-            all together.
+        names: what it is of.
         baseline: what it is tested against: by source, what is subtracted; None for a plain mean.
-        null: a number that a plain mean is tested against.
         least, most: the bounds of the value.
     """
 
@@ -63,22 +61,16 @@ class QueryValues:
     values: pd.Series
     names: dict[str, Any]
     baseline: pd.Series | None = None
-    null: float | None = None
     least: float = -np.inf
     most: float = np.inf
 
 
 def estimate_means(each: Iterable[QueryValues], options: dict[str, Any]) -> Iterator[TidyEstimate]:
-    """The means of values over queries."""
+    """The means of values over queries of each dataset, and of all together."""
     for one in each:
         frame = one.values.rename_axis("source").reset_index(name="value")
-        groups: Iterable[tuple[str, Any]]
-        if "dataset" in one.names:
-            groups = [(one.names["dataset"], np.ones(len(frame), dtype=bool))]
-        else:
-            frame["dataset"] = frame["source"].map(lambda source: split_source(source)[0])
-            groups = by_dataset(frame)
-        for dataset, here in groups:
+        frame["dataset"] = frame["source"].map(lambda source: split_source(source)[0])
+        for dataset, here in by_dataset(frame):
             values, sources = frame.loc[here, "value"], frame.loc[here, "source"].to_numpy()
             group = Group(sources, options, one.names | {"dataset": dataset})
             if one.baseline is not None:
@@ -86,11 +78,6 @@ def estimate_means(each: Iterable[QueryValues], options: dict[str, Any]) -> Iter
                 row = paired_row(group, one.quantity, *pair)
             else:
                 row = group.mean(one.quantity, values)
-            if one.null is not None:
-                # Rounded: sums of thirds that miss 0 by 1e-17 would count as signs.
-                more = (values - one.null).round(9)
-                test = paired_row(group, one.quantity, more, sources, 0 * more, sources)
-                row = replace(row, p=test.p, test=test.test)
             yield replace(row, estimate=row.estimate.clip(one.least, one.most))
 
 

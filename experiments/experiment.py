@@ -3,37 +3,33 @@
 An experiment is one file with a subclass of :class:`Experiment`. ``--help`` prints the docstring of
 the module: the question as its first sentence, the method, what it needs, what it costs. It says
 what it needs as class attributes, and the rest by the methods under *what an experiment says*.
+``docs/worked_experiment.py`` is one to begin from.
 
 The command opens and checks the runs, chooses the queries, samples, measures the unfinished units
-with progress, writes one :class:`ia_mech.results.Result` and prints it. ``--dry-run`` shows what
-would be computed. ``docs/worked_experiment.py`` is one to begin from.
+(:mod:`experiments.units`) with progress, writes one :class:`ia_mech.results.Result` and prints it.
+``--dry-run`` shows what would be computed.
 """
 
 import argparse
-import hashlib
 import inspect
-import json
 import re
 import shlex
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property, lru_cache, partial
-from itertools import chain
+from functools import cached_property
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
-import pyarrow.parquet as pq
 from filelock import FileLock, Timeout
 
 from experiments.arms import CHAT, DECODING, Arm, judge_alike, sample_arm, verdicts_of
 from experiments.shown import Drawing, estimates_of, headline, print_plan, sentence_of, too_few
+from experiments.units import Loaded, Unit, file_of, kept, measure
+from experiments.units import Model as Model
 from ia_mech.cli import (
     JUDGE_HELP,
     RUN,
@@ -41,7 +37,6 @@ from ia_mech.cli import (
     add_intervals,
     add_ray,
     add_workers,
-    expanded,
     nonblank,
     path_of,
     program,
@@ -51,7 +46,7 @@ from ia_mech.cli import (
     tolerant_streams,
     whole_from,
 )
-from ia_mech.display import Bar, Progress, console, with_style
+from ia_mech.display import console, with_style
 from ia_mech.errors import UserError
 from ia_mech.estimates import TidyEstimate, few_sources
 from ia_mech.rates.fit import marked
@@ -70,42 +65,12 @@ from ia_mech.results import (
     write,
 )
 from ia_mech.run import Run
-from ia_mech.run.integrity import replace_file
 from ia_mech.run.layout import UNPERTURBED
 from ia_mech.run.queries import Query, queries_of, subsample
-from ia_mech.run.sources import sources_of, split_source
-from ia_mech.settings import Settings
+from ia_mech.run.sources import sources_of
 
 if TYPE_CHECKING:  # these load torch, for which --help doesn't wait
     from ia_mech.chat.format import ChatFormat
-    from ia_mech.engine.score import Scored, Turn
-    from ia_mech.engine.workers import Crew, Team
-    from ia_mech.models.load import ModelFiles, ModelSpec, Subject
-
-
-SHARES = 64  # where memory runs out, a pass holds no less than this part of what it usually may
-
-
-@dataclass(frozen=True)
-class Unit:
-    """What is measured by itself, and kept.
-
-    A subclass holds all that the measurement depends on besides the model and the code, flags
-    included, in values that JSON can hold: stored rows are found by this content.
-
-    Attributes:
-        source, dataset: of the query, written beside the rows.
-        tokens: about how many the model computes for it, for the progress bar and ``--dry-run``.
-    """
-
-    source: str
-    dataset: str
-    tokens: int
-
-    def rows(self, model: Any) -> pd.DataFrame:
-        """What is measured, by the :class:`Model` and this unit alone; ``source`` and ``dataset``
-        are added."""
-        raise NotImplementedError
 
 
 class Conclusion(NamedTuple):
@@ -115,38 +80,6 @@ class Conclusion(NamedTuple):
     control: str
 
 
-@dataclass
-class Model:
-    """The subject model, as units have it.
-
-    Attributes:
-        subject: the model, its tokenizer, the hash of its weights.
-        chat: the model's chat format with the run's settings.
-        on_tokens: told how many tokens were computed.
-    """
-
-    subject: "Subject"
-    chat: "ChatFormat"
-    on_tokens: Callable[[int], None] = field(default=lambda count: None)
-
-    def score(
-        self,
-        contexts: Sequence[Sequence[int]],
-        turns: "Sequence[Turn]",
-        temperatures: Sequence[float] = (),
-    ) -> "list[Scored]":
-        """Log-probabilities of turns; see :func:`ia_mech.likelihood.scorer.score_turns`."""
-        from ia_mech.likelihood.scorer import score_turns
-
-        return score_turns(
-            self.subject.model,
-            contexts,
-            turns,
-            temperatures,
-            on_tokens=self.on_tokens,
-        )
-
-
 class Experiment(ABC):
     """One question put to sampled runs. Subclasses say what is asked; see the module.
 
@@ -154,7 +87,7 @@ class Experiment(ABC):
         name: of the results, and of the module.
         siblings: queries with several responses are needed.
         judged: verdicts are used, so that a judge can be chosen.
-        loads: units use the model; else they are given None, and no model is loaded.
+        loads: the model is used, so that its place can be given.
         several_models: runs of several models may be given together.
         mixed: runs that were decoded in different ways may be given together.
         queries_used: how many queries at most, drawn by ``--seed``; None for all. If it is given,
@@ -188,7 +121,7 @@ class Experiment(ABC):
         self.runs, self.args, self.folder = runs, args, folder
         self.notes: list[str] = []
         self.sampled: dict[str, Run] = {}
-        self._workers: dict[Path | None, tuple[Team, Callable]] = {}
+        self._models: dict[Path, Loaded] = {}
 
     # -- what an experiment says ------------------------------------------------------------------
 
@@ -208,14 +141,14 @@ class Experiment(ABC):
         """Conditions under which turns are sampled first, by name, each as a run of its own."""
         return {}
 
-    def units(self) -> Iterable[Unit]:
-        """What is measured by itself, and stored when it is finished. With ``--dry-run`` nothing is
-        in ``sampled``."""
-        return []
+    def units(self) -> Iterable[Unit] | None:
+        """What is measured by itself, and stored when it is finished; None for nothing. With
+        ``--dry-run`` nothing is in ``sampled``."""
+        return None
 
     def rows(self) -> pd.DataFrame:
         """All rows. One that measures in several steps calls :meth:`measure_units` for each."""
-        return self.measure_units(self.units())
+        return self.measure_units(self.units() or ())
 
     @abstractmethod
     def estimate(self, rows: pd.DataFrame) -> Iterable[TidyEstimate]:
@@ -263,61 +196,26 @@ class Experiment(ABC):
             found = several
         return subsample(found, getattr(self.args, "queries", None), self.args.seed)
 
-    @property
-    def _place(self) -> str | None:
-        """Where the model is, if the command says so."""
-        return getattr(self.args, "model", None)
+    def model_of(self, run: Run) -> Loaded:
+        """The model of a run, which is loaded at first use."""
+        from ia_mech.engine.workers import Crew
 
-    @cached_property
-    def _spec(self) -> "ModelSpec":
-        return spec_of(self.runs[0], self._place)
-
-    @cached_property
-    def _files(self) -> "ModelFiles":
-        from ia_mech.models.load import load_files
-
-        with _flag_named(self._spec, self._place):
-            return load_files(self._spec)
+        args, place = self.args, getattr(self.args, "model", None)
+        crew = Crew(args.workers, args.threads, getattr(args, "ray", None))
+        return self._models.setdefault(run.path, Loaded(run, place, crew))
 
     @property
     def config(self) -> Any:
-        return self._files.config
+        return self.model_of(self.runs[0]).files.config
 
-    @cached_property
+    @property
     def chat(self) -> "ChatFormat":
         """The model's chat format with the run's settings; no weights are loaded."""
-        from ia_mech.collect.plan import build_chat
-
-        first = self.runs[0]
-        chat = build_chat(Settings.read(first.settings), self._files)
-        if chat.describe()["template"] != first.record["identity"]["chat"]["template"]:
-            raise UserError(
-                f"the chat template of {first.model['name']} is not the one that {first.path} was "
-                "sampled with",
-                "sample the run again",
-            )
-        return chat
+        return self.model_of(self.runs[0]).chat
 
     def run_for(self, unit: Any) -> Run:
         """The run whose model measures a unit: the first, where runs are of one model."""
         return self.runs[0]
-
-    def workers(self, run: Run | None) -> "tuple[Team, Callable]":
-        """Those that have a run's model, loaded at first use, and what they do with a unit."""
-        from ia_mech.engine.workers import Team
-
-        place = run.path if run else None
-        if place not in self._workers:
-            team, chat = team_for(run, self._place, self.crew) if run else (Team(), None)
-            self._workers[place] = team, partial(measured, chat)
-        return self._workers[place]
-
-    @property
-    def crew(self) -> "Crew":
-        """Workers, and threads of each, as the command asks for them."""
-        from ia_mech.engine.workers import Crew
-
-        return Crew(self.args.workers, self.args.threads, getattr(self.args, "ray", None))
 
     @property
     def options(self) -> dict[str, Any]:
@@ -331,9 +229,7 @@ class Experiment(ABC):
 
     def sample(self, name: str, arm: Arm) -> Run:
         """The run of an arm, which is then among :attr:`sampled`."""
-        first, place = self.runs[0], self.place(name)
-        how = place, lambda: self.workers(first)[0], self.crew, self.chat
-        found = sample_arm(first, self._spec, arm, *how)
+        found = sample_arm(self.model_of(self.runs[0]), arm, self.place(name))
         self.sampled[name] = found
         return found
 
@@ -349,10 +245,10 @@ class Experiment(ABC):
         """What titles of tables say of intervals."""
         return f"{100 * self.args.level:g}% intervals over queries"
 
-    def tested(self, words: str, rows: pd.DataFrame, digits: int = 2, most: float = np.inf) -> str:
+    def tested(self, words: str, rows: pd.DataFrame, most: float = np.inf) -> str:
         """A sentence of differences, and of one that isn't shown, how large it would have to be.
         ``most`` is the largest that there can be, 1 of differences of rates."""
-        return sentence_of(words, rows, digits, null=0.0, level=self.args.level, most=most)
+        return sentence_of(words, rows, null=0.0, most=most)
 
     @property
     def tests_made(self) -> int:
@@ -362,10 +258,8 @@ class Experiment(ABC):
     @property
     def too_few(self) -> str:
         """A warning if there are too few queries to show anything; else an empty text."""
-        if self.siblings and not self.several_models:
-            count = len(self.queries)
-        else:
-            count = len({source for run in self.runs for source in sources_of(run.contexts)})
+        every = {source for run in self.runs for source in sources_of(run.contexts)}
+        count = len(vars(self).get("queries", every))  # those that were read
         return too_few(min(count, getattr(self.args, "queries", None) or count), self.tests_made)
 
     @property
@@ -378,55 +272,23 @@ class Experiment(ABC):
         """The folder of an arm."""
         return self.beside / name.replace(" ", "_")
 
-    def _about_queries(self) -> list[str]:
-        """How many queries there are, and how many of their responses are unfinished."""
-        if "queries" not in vars(self):  # never read
-            return []
-        complete = [each for query in self.queries for each in query.complete]
-        note = f"{len(self.queries)} queries, {len(complete)} responses"
-        unfinished = complete.count(False)
-        return [f"{note}, {unfinished} of them unfinished." if unfinished else f"{note}."]
-
     def measure_units(self, units: Iterable[Unit], phase: str = "") -> pd.DataFrame:
         """The rows of units one below the other, with ``source`` and ``dataset``.
 
         Several are measured at once, by workers. Finished units are kept in ``parts/`` of the
-        results, and aren't measured again unless something changes of what :meth:`_key` holds.
+        results, and aren't measured again unless something changes of what they depend on.
 
         Raises:
             UserError: there is no unit.
         """
-        from ia_mech.engine.workers import Team, compute_in_workers
-
         units = self._at_least_one(units)
-        stored = {n: kept(self._parts, self._key(unit)) for n, unit in enumerate(units)}
-        tables = {n: table for n, table in stored.items() if table is not None}
-        todo = [n for n in range(len(units)) if n not in tables]
-        if tables:
-            print(f"{len(tables)} of {len(units)} units were measured before", file=sys.stderr)
-        those = {n: self.workers(self.run_for(units[n]) if self.loads else None) for n in todo}
-        for team in {team for team, _ in those.values()}:
-            team.spread(self.crew, len(units) if self.loads else 1)
-        team = those[todo[0]][0] if todo else Team()
-        bar, total = Bar(), sum(unit.tokens for unit in units)
-        done_before = total - sum(units[n].tokens for n in todo)
-        bar.start(phase or f"measuring, {self.name}", total, done=done_before, unit="token")
+        models = [self.model_of(self.run_for(unit)) for unit in units]
+        return measure(units, models, self._files(units), phase or f"measuring, {self.name}")
 
-        def measure(n: int) -> pd.DataFrame:
-            return self._measured(*those[n], units[n], bar)
-
-        def done(n: int, table: pd.DataFrame) -> None:
-            keep(self._parts, self._key(units[n]), table)
-            tables[n] = table
-
-        try:
-            compute_in_workers(todo, measure, done, team.most, team.threads, team.ready)
-        finally:
-            bar.stop()
-        return pd.concat(
-            [tables[n].assign(source=u.source, dataset=u.dataset) for n, u in enumerate(units)],
-            ignore_index=True,
-        )
+    def _files(self, units: Sequence[Unit]) -> list[Path]:
+        """Where the rows of units are kept."""
+        where = self.folder / "parts", self.name
+        return [file_of(*where, unit, self.run_for(unit)) for unit in units]
 
     def _at_least_one(self, units: Iterable[Unit]) -> list[Unit]:
         found = list(units)
@@ -436,54 +298,6 @@ class Experiment(ABC):
                 "".join(self.notes[-1:]) or "see what it needs in --help",
             )
         return found
-
-    def _measured(
-        self, team: "Team", task: Callable, unit: Unit, progress: Progress
-    ) -> pd.DataFrame:
-        """The rows of a unit, measured now, by a worker."""
-        from ia_mech.engine.memory import Backoff
-
-        ticked = 0
-
-        def tick(tokens: int) -> None:
-            nonlocal ticked
-            ticked += tokens
-            progress.advance(tokens, team.devices().removeprefix(", "))
-
-        def measured(size: int) -> pd.DataFrame:
-            tick(-ticked)  # of a try that memory was too small for
-            return team.call(task, unit, SHARES // size, listener=SimpleNamespace(advance=tick))
-
-        def shrank(size: int) -> None:
-            progress.say(f"out of memory: passes of {named!r} hold 1/{SHARES // size} now")
-
-        named = " ".join(split_source(unit.source))  # dataset and query
-        try:
-            rows = Backoff(SHARES, shrank).retry(measured)
-        except Exception as error:
-            error.add_note(f"This was of {named!r}; units before it are kept.")
-            raise
-        progress.advance(max(unit.tokens - ticked, 0))
-        return rows
-
-    @property
-    def _parts(self) -> Path:
-        return self.folder / "parts"
-
-    def _key(self, unit: Unit) -> list:
-        """All that a unit's rows depend on: its content, the model, and the code that measures it.
-        The code counts as text, so that the key is the same for any version of Python."""
-        model, kinds = self.run_for(unit).model, type(unit).__mro__
-        modules = {kind.__module__ for kind in kinds if issubclass(kind, Unit) and kind is not Unit}
-        code = sorted(
-            hash_of((Path(inspect.getfile(sys.modules[one])),))
-            for one in modules_of(frozenset(modules))
-        )
-        what = [self.name, code, model["weights_hash"], model["dtype"], type(unit).__name__]
-        return [*what, *(engine_of() if self.loads else ()), asdict(unit)]
-
-    def _stored(self, units: Sequence[Unit]) -> list[bool]:
-        return [kept(self._parts, self._key(unit)) is not None for unit in units]
 
     # -- the command ------------------------------------------------------------------------------
 
@@ -560,11 +374,11 @@ class Experiment(ABC):
         if one.too_few:
             print(f"note: too few queries: {one.too_few}", file=sys.stderr, flush=True)
         with only_writer(one.folder):
-            result = with_style(one.result)()
+            made = with_style(one.result)()
             known = kind_of(one.folder)
             earlier = read(one.folder).about["command"] if known else args.command_line
-            write(result, one.folder)
-        show(result, console(), full=args.full)  # after writing: a closed pipe costs no file
+            write(made, one.folder)
+        show(made, console(), full=args.full)  # after writing: a closed pipe costs no file
         print(f"numbers went to {shell_word(one.folder)}", file=sys.stderr)
         if one.sampled:
             print(f"new turns went to {shell_word(one.beside)}", file=sys.stderr)
@@ -584,62 +398,55 @@ class Experiment(ABC):
 
     def plan(self) -> dict[str, str]:
         """What would be sampled and measured: name → how much."""
-        lines, tokens, todo, arms = {}, 0, 0, self.arms()
+        lines, tokens, todo, arms, units = {}, 0, 0, self.arms(), self.units()
+        to_sample = []
         for name, arm in arms.items():
-            turns = f"{arm.rows(self.runs[0])} turns after each"
+            place, turns = self.place(name) / "run", f"{arm.rows(self.runs[0])} turns after each"
             lines[name] = f"{len(arm.conversations)} conversations to sample {turns}"
-            if self._sampled_before(name):
+            if (place / RUN).is_file() and Run.open(place).complete:
                 lines[name] += "; done already"
-        if type(self).units is not Experiment.units:
-            units = self._at_least_one(self.units())
-            stored = self._stored(units)
-            lacking = [one for one, is_there in zip(units, stored, strict=True) if not is_there]
+            else:
+                to_sample.append(arm)
+        if units is not None:
+            units = self._at_least_one(units)
+            lacking = [
+                unit
+                for unit, file in zip(units, self._files(units), strict=True)
+                if kept(file) is None
+            ]
             tokens, todo = sum(unit.tokens for unit in lacking), len(lacking)
             queries = len({unit.source for unit in units})
             lines["to measure"] = (
-                f"{len(units)} units of {queries} queries; {sum(stored)} are measured already, the "
-                f"others have about {tokens:,} tokens"
+                f"{len(units)} units of {queries} queries; {len(units) - todo} are measured "
+                f"already, the others have about {tokens:,} tokens"
             )
-        to_sample = [arm for name, arm in arms.items() if not self._sampled_before(name)]
-        if to_sample or (todo and self.loads):
-            lines |= self._costs(to_sample, tokens, todo)
+        if to_sample or todo:
+            lines["time"] = self._time(to_sample, tokens, todo)
         lines = lines or {"to compute": "nothing: the runs hold all that is read"}
         if self.too_few:
             lines["too few queries"] = self.too_few
         lines["numbers"] = f"go to {shell_word(self.folder)}"
         return lines | ({"new turns": f"go to {shell_word(self.beside)}"} if arms else {})
 
-    def _sampled_before(self, name: str) -> bool:
-        """Whether an arm's run is there, and finished."""
-        place = self.place(name) / "run"
-        return (place / RUN).is_file() and Run.open(place).complete
-
-    def _costs(self, arms: Sequence[Arm], tokens: int, units: int) -> dict[str, str]:
-        """Memory and time, where arms are sampled and units of so many tokens are measured."""
+    def _time(self, arms: Sequence[Arm], tokens: int, units: int) -> str:
+        """About how long it takes to sample arms, and to measure units of so many tokens."""
         import torch
 
-        from ia_mech.collect.cost import Pace, memory_text, time_text
-        from ia_mech.engine.memory import Footprint
-        from ia_mech.engine.score import LOGITS, STATE_BYTES
+        from ia_mech.collect.cost import Pace, time_text
         from ia_mech.models.load import resolve_device
 
         first = self.runs[0]
         device = resolve_device(first.settings["device"])  # here, wherever the run was made
-        batch = first.settings["batch_rows"]
-        size = Footprint.read(first.record["footprint"])
         pace = Pace(self.config, getattr(torch, first.model["dtype"]), device)
         longest = int(first.contexts["context_tokens"].max())
         seconds = pace.seconds(tokens, 2 * units)
-        part = (4 * LOGITS[device.type] + STATE_BYTES[device.type]) if units else 0
         for arm in arms:
-            contexts, each = len(arm.conversations), arm.rows(first)
+            contexts, rows = len(arm.conversations), len(arm.conversations) * arm.rows(first)
             new = arm.settings.get("max_new_tokens", first.settings["max_new_tokens"])
-            rows = contexts * each
+            batches = -(-rows // first.settings["batch_rows"])
             seconds += pace.seconds(contexts * longest, contexts)
-            seconds += pace.seconds(rows * new, -(-rows // batch) * new)
-            row = size.row(longest, new) + size.context(longest) // each
-            part = max(part, min(rows, batch) * row)
-        return {"memory": memory_text(size, part), "time": time_text(seconds)}
+            seconds += pace.seconds(rows * new, batches * new)
+        return time_text(seconds)
 
     def result(self) -> Result:
         """Sample, measure, estimate, conclude."""
@@ -649,10 +456,14 @@ class Experiment(ABC):
         found = estimates_of(self.estimate(rows), self.columns, self.args.level)
         sentence, control = self.conclude(found)
         gate = {"judge": self.gate.judge, "gate": self.gate.word} if self.judged else {}
-        used = [*self.runs, *self.sampled.values()]
-        samples = {}
+        used, queries, samples = [*self.runs, *self.sampled.values()], [], {}
         if {"temperature", "sample"} <= {*rows} and (sampled := rows["temperature"] > 0).any():
             samples["samples"] = int(rows.loc[sampled, "sample"].max()) + 1
+        if "queries" in vars(self):  # they were read
+            complete = [each for query in self.queries for each in query.complete]
+            note = f"{len(self.queries)} queries, {len(complete)} responses"
+            cut = complete.count(False)
+            queries.append(f"{note}, {cut} of them unfinished." if cut else f"{note}.")
         names = {str(run.path): run.name for run in used}  # no folders of this machine in files
         made = Result(
             name=self.name,
@@ -662,7 +473,7 @@ class Experiment(ABC):
             estimates=found,
             tables=self.tables(found),
             figures={stem: figure.draw() for stem, figure in self.figures(found).items()},
-            notes=[*self._about_queries(), *self.notes, *few_sources(found)],
+            notes=[*queries, *self.notes, *few_sources(found)],
             about={"kind": self.name, "level": self.args.level, "command": self.args.command_line}
             | gate
             | samples
@@ -683,123 +494,6 @@ def flag(
     shown = [f"{one:g}" if isinstance(one, float) else str(one) for one in np.atleast_1d(default)]
     what += "" if default is None else f" (default: {' '.join(shown)})"
     parser.add_argument(name, type=kind, default=default, help=what.replace("%", "%%"), **more)
-
-
-def measured(
-    chat: Any, subject: "Subject | None", unit: Unit, share: int, listener: Any
-) -> pd.DataFrame:
-    """The rows of a unit, in passes that hold one part in ``share`` of what they may."""
-    from ia_mech.engine.memory import smaller_passes
-
-    with smaller_passes(share):
-        return unit.rows(subject and Model(subject, chat, listener.advance))
-
-
-def spec_of(run: Run, place: str | None = None) -> "ModelSpec":
-    """Which model a run was sampled from, and how it was loaded; ``place`` is where it is now, if
-    not where it was."""
-    from ia_mech.models.load import recall
-
-    spec = recall(run.settings, run.model["weights_hash"])
-    return spec if place is None else replace(spec, name=place, revision=None)
-
-
-@contextmanager
-def _flag_named(spec: "ModelSpec", place: str | None) -> Iterator[None]:
-    """Have the refusal of a model that may have moved name ``--model``."""
-    from ia_mech.models.embedded import MODELS
-
-    try:
-        yield
-    except UserError as error:
-        if place is not None or spec.name in MODELS or expanded(spec.name).exists():
-            raise
-        raise UserError(
-            f"the run's model is not where it was: {error.problem}",
-            f"give its place now with --model PATH, or {error.remedy}",
-        ) from error
-
-
-def team_for(run: Run, place: str | None, crew: "Crew") -> "tuple[Team, ChatFormat]":
-    """Workers that have the model that a run was sampled from, checked as before sampling, and its
-    chat format; ``place`` is as for :func:`spec_of`."""
-    from ia_mech.collect.job import opened
-    from ia_mech.collect.plan import build_chat, probe_ids
-    from ia_mech.engine.cluster import team_of
-    from ia_mech.models.load import load_files, remember
-
-    if run.settings["intervention"] is not None:
-        raise UserError(
-            f"{run.path} was sampled under --intervention {run.settings['intervention']}: scored "
-            "again, its turns would be those of another model",
-            "give a run that was sampled without one",
-        )
-    spec = spec_of(run, place)
-    with _flag_named(spec, place):
-        chat = build_chat(Settings.read(run.settings), load_files(spec))
-        team = team_of(spec, crew, Bar())
-        found = team.begin(opened, probe_ids(chat), team.device, False, False)
-    there, here = run.model["weights_hash"], found.about["weights_hash"]
-    if here != there:
-        raise UserError(
-            f"{spec.name} has the weights {here} now, {run.path} those of {there}",
-            "give the place of the same weights with --model PATH, or sample the run again",
-        )
-    remember(spec, here)
-    return team, chat
-
-
-@lru_cache
-def hash_of(files: tuple[Path, ...]) -> str:
-    """What files say, as a short hash."""
-    text = b"".join(file.read_bytes() for file in files)
-    return hashlib.blake2b(text, digest_size=8).hexdigest()
-
-
-@lru_cache
-def modules_of(measuring: frozenset[str]) -> frozenset[str]:
-    """Modules that measure, and those of experiments that they import, but for the runner's own."""
-
-    def closed(todo: list[str]) -> set[str]:
-        found: set[str] = set()
-        while todo:
-            if (name := todo.pop()) not in found:
-                found.add(name)
-                held = vars(sys.modules[name]).values()
-                named = (str(getattr(one, "__module__", "")) for one in held)
-                todo += [one for one in named if one.startswith("experiments.")]
-        return found
-
-    return frozenset(measuring | (closed(list(measuring)) - closed([__name__])))
-
-
-def engine_of() -> list[str]:
-    """What computes with the model: our code as a hash, and torch's version on any machine."""
-    import torch
-
-    package = Path(inspect.getfile(UserError)).parent
-    files = (sorted((package / name).glob("*.py")) for name in ("engine", "likelihood"))
-    return [hash_of((*chain.from_iterable(files),)), torch.__version__.partition("+")[0]]
-
-
-def kept(folder: Path, key: Any) -> pd.DataFrame | None:
-    """The rows of a unit, by a key that JSON can hold but for NumPy's numbers; None if they aren't
-    there, or are damaged."""
-    try:
-        return pq.read_table(_file(folder, key), page_checksum_verification=True).to_pandas()
-    except (pa.ArrowException, OSError, ValueError, LookupError, TypeError):
-        return None
-
-
-def keep(folder: Path, key: Any, table: pd.DataFrame) -> None:
-    """Keep the rows of a unit."""
-    folder.mkdir(parents=True, exist_ok=True)
-    replace_file(_file(folder, key), partial(table.to_parquet, write_page_checksum=True))
-
-
-def _file(folder: Path, key: Any) -> Path:
-    text = json.dumps(key, default=lambda value: value.tolist())
-    return folder / f"{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}.parquet"
 
 
 @contextmanager

@@ -49,9 +49,7 @@ from experiments.control import (
     RATIO,
     UNCHANGED,
     UNDER,
-    QueryValues,
     donors_of,
-    estimate_means,
     estimates,
     ratio,
 )
@@ -72,7 +70,15 @@ from experiments.shown import Bars, Drawing, Lines, only, tables_of, told
 from ia_mech.cli import above_zero, whole_from
 from ia_mech.data.conversations import Conversation
 from ia_mech.errors import UserError
-from ia_mech.estimates import ALL, Group, TidyEstimate, all_datasets, could_show, holm_corrected
+from ia_mech.estimates import (
+    ALL,
+    Group,
+    TidyEstimate,
+    all_datasets,
+    could_show,
+    holm_corrected,
+    paired_row,
+)
 from ia_mech.judge.rubric import ASSESSED, FOLLOW_UP, heading
 from ia_mech.likelihood.carried import CANDIDATES, CEILING, QueryBits
 from ia_mech.results import SHARE as AS_SHARE
@@ -167,17 +173,18 @@ def estimated(
     """Mean bits of queries, or hits (tested against the third that chance gives); minus those of
     another arm or site, if there is one."""
     hits = quantity.startswith(HITS)
-    values, *less = (
-        pd.Series(one.hits if hits else one.bits, one.queries) for one in (found, base) if one
-    )
-    row = QueryValues(quantity, values, {"dataset": ALL} | names)
-    if less:
-        row = replace(row, baseline=less[0])
+    group = Group(np.array(found.queries), options, {"dataset": ALL} | names)
+    values, *less = (one.hits if hits else one.bits for one in (found, base) if one)
+    if base is not None:
+        yield paired_row(group, quantity, values, found.queries, less[0], base.queries)
     elif hits:
-        row = replace(row, null=1 / CANDIDATES, least=0.0, most=1.0)
+        # Rounded: sums of thirds that miss 0 by 1e-17 would count as signs.
+        more = (values - 1 / CANDIDATES).round(9)
+        test = paired_row(group, quantity, more, found.queries, 0 * more, found.queries)
+        mean = group.mean(quantity, values, least=0, most=1)
+        yield replace(mean, p=test.p, test=test.test)
     else:
-        row = replace(row, most=CEILING)
-    return estimate_means([row], options)
+        yield group.mean(quantity, values, most=CEILING)
 
 
 def share_of(

@@ -89,11 +89,9 @@ from experiments.grid import (
 from experiments.outcome import (
     WRITTEN_AFTER,
     BitsByCell,
-    balanced_queries,
     bits_by_cell,
     of_first_tokens,
     of_later_tokens,
-    query_bits_of,
     with_own_scores,
 )
 from experiments.shown import Bars, Drawing, Lines, only, spans, tables_of, told
@@ -102,7 +100,7 @@ from ia_mech.estimates import ALL, TidyEstimate, all_datasets, holm_corrected
 from ia_mech.likelihood.carried import CANDIDATES, CEILING, QueryBits
 from ia_mech.results import SHARE as AS_SHARE
 from ia_mech.results import Table
-from ia_mech.stats import Estimate, cluster_bootstrap, cluster_mean, model_confidence_set
+from ia_mech.stats import Estimate, cluster_mean, model_confidence_set
 
 # What comes after the response is computed anew.
 ALL_LAYERS = "response, computed on"
@@ -142,7 +140,6 @@ LESS_GREEDY, LESS_WHOLE = "bits, minus greedy's", "bits, minus the whole respons
 LESS_RANDOM = "bits, minus those of as many random tokens"
 LESS_QUERY, HITS_LESS_QUERY = "bits, minus the query's", "own is likeliest, minus the query's"
 LEFT_OUT = "bits lost without"  # a site, which may hold what another has
-MORE_IN_FOLLOW_UPS = "bits of follow-ups, minus those of other turns"
 STRETCH = 1.1  # of spreads: bits are skewed, which 60 queries don't level (benchmarks/coverage.md)
 WAYS = {
     RESPONSE: "the response's keys and values",
@@ -271,35 +268,6 @@ def window_set(
         count = losses.shape[1]
         estimate = Estimate(p, np.nan, np.nan, count, how)
         yield TidyEstimate(MAY_BE_MOST, names | {"layer": layer}, count, estimate)
-
-
-def follow_up_bits(
-    rows: pd.DataFrame, verdicts: pd.DataFrame, options: dict[str, Any]
-) -> Iterator[TidyEstimate]:
-    """How much of what sampled turns express is in turns that a judge calls follow-ups: by verdicts
-    with ``context_id``, ``temperature``, ``sample`` and ``follow_up``; others are left out."""
-    own = balanced_queries(with_own_scores(rows[(rows["site"] == OWN) & (rows["temperature"] > 0)]))
-    found = query_bits_of(own, options["seed"])
-    if found is None:
-        return
-    keys = ["context_id", "temperature", "sample"]
-    own = own[["source", *keys]].assign(bits=found.each)
-    own = own.merge(verdicts, on=keys).dropna()
-    follow_up, bits = own["follow_up"].to_numpy(dtype=float), own["bits"].to_numpy()
-    columns = {"all": np.ones(len(own)), "follow_up": follow_up}
-    columns |= {"bits": bits, "follow-ups' bits": follow_up * bits}
-    sums = pd.DataFrame(columns).groupby(own["source"].to_numpy()).sum()
-
-    def statistics(counts: np.ndarray) -> np.ndarray:
-        turns, taken, total, of_taken = (counts @ sums.to_numpy()).T
-        with np.errstate(invalid="ignore", divide="ignore"):
-            more = of_taken / taken - (total - of_taken) / (turns - taken)
-            return np.stack([taken / turns, of_taken / total, more], axis=1)
-
-    shares = "share of turns that are follow-ups", "share of bits in follow-ups"
-    estimates = cluster_bootstrap(statistics, list(sums.index), **options)
-    for quantity, estimate in zip((*shares, MORE_IN_FOLLOW_UPS), estimates, strict=True):
-        yield TidyEstimate(quantity, {"dataset": ALL, "term": OWN}, len(own), estimate)
 
 
 # -- the experiment --------------------------------------------------------------------------------

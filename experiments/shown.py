@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 FLOOR = "after a wrong conversation"  # a line among those of datasets
 LEAST = queries_needed()  # the fewest queries that can show anything
+TOO_FEW = "Too few queries"  # how the warning begins
 DETECTABLE = (
     "Minimum detectable: 80 of 100 repetitions would show a true difference of this size (80% "
     "power), before the correction of p; none: too few data to show any."
@@ -69,7 +70,7 @@ def headline(sentence: str, found: pd.DataFrame) -> str:
     Fewer than :data:`LEAST` queries can't reach p = 0.05.
     """
     most = int(found["sources"].max()) if len(found) else 0
-    few = f"Too few queries ({most}) to show anything. " if most < LEAST else ""
+    few = f"{TOO_FEW} ({most}) to show anything. " if most < LEAST else ""
     return few + sentence
 
 
@@ -116,7 +117,10 @@ def tables_of(
     the minimum detectable effect; ``most`` is the largest possible difference.
     """
     if detectable:
-        found = with_detectable(found, detectable, most)
+        own, nothing = found[found["quantity"] == detectable], ("low", "high", "p", "p_holm")
+        effect = own["detectable"].where(~(own["detectable"] >= most), np.inf)
+        own = own.assign(quantity="detectable", value=effect, sources=0)
+        found = pd.concat([found, own.assign(**dict.fromkeys(nothing, np.nan))], ignore_index=True)
         items, digits = list(columns.items()), columns[detectable][1]
         at = list(columns).index(detectable) + 1
         shown = "minimum detectable", digits if isinstance(digits, int) else 2
@@ -135,23 +139,12 @@ def tables_of(
     return made
 
 
-def with_detectable(rows: pd.DataFrame, quantity: str, most: float = np.inf) -> pd.DataFrame:
-    """The rows, and one more for each row of ``quantity``: the effect that it could have shown, as
-    the quantity ``detectable``. It is infinite if that effect isn't below ``most``."""
-    own = rows[rows["quantity"] == quantity]
-    nothing: dict[str, Any] = dict.fromkeys(("low", "high", "p", "p_holm"), np.nan)
-    value = own["detectable"].where(~(own["detectable"] >= most), np.inf)
-    told = own.assign(quantity="detectable", value=value, sources=0, **nothing)
-    return pd.concat([rows, told], ignore_index=True)
-
-
 def sentence_of(
     words: str,
     rows: pd.DataFrame,
     digits: int = 2,
     *,
     null: float | None = None,
-    level: float = 0.95,
     most: float = np.inf,
 ) -> str:
     """Estimates as a sentence: ``Words: greedy 0.22 [0.17, 0.27], T = 1: 0.28 [0.25, 0.30].``
@@ -162,7 +155,6 @@ def sentence_of(
         digits: decimals.
         null: the value without an effect. If an interval contains it, the sentence says how large
             an effect would have been shown.
-        level: the intervals' level, where rows don't say what they could have shown.
         most: the largest possible effect, such as 1 for a difference of rates.
 
     Returns:
@@ -180,9 +172,8 @@ def sentence_of(
         said = cell_of(row, digits)
         few = estimate_of(row).few
         if null is not None and not few and row["low"] <= null <= row["high"]:
-            said += (
-                f" ({could_show(row.get('detectable', smallest_effect(row, level)), digits, most)})"
-            )
+            least = row.get("detectable", smallest_effect(row))
+            said += f" ({could_show(least, digits, most)})"
         found.append(" ".join([*where, said]))
     return f"{words[:1].upper()}{words[1:]}: {', '.join(found)}." if found else ""
 

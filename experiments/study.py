@@ -34,25 +34,14 @@ from typing import Any
 
 import pandas as pd
 
-from experiments.change import HEADER, OWN, QUERY, RESPONSE, RESPONSES
+from experiments.change import RESPONSES
 from experiments.experiment import flag
-from experiments.grid import BITS, SHARE
 from experiments.grid import SAMPLES as APART
-from experiments.locate import (
-    LEFT_OUT,
-    MAPS,
-    USUAL_MAPS,
-    Locate,
-    Lookup,
-    drawings,
-    enough_alone,
-    follow_up_bits,
-    strongest_windows,
-)
+from experiments.locate import MAPS, USUAL_MAPS, drawings
 from experiments.mass import DECODINGS, EVERY, FIRST, GREEDY, RATE, REST, WHOLE, in_parts
 from experiments.mass import SHARE as FOLLOWS
 from experiments.outcome import IN_ROLE, ONCE_IN_ROLE, parts_of
-from experiments.shown import estimates_of, headline, only, print_plan, too_few
+from experiments.shown import TOO_FEW, estimates_of, headline, only, print_plan, too_few
 from ia_mech.cli import (
     Parser,
     add_ray,
@@ -60,22 +49,21 @@ from ia_mech.cli import (
     nonblank,
     one_line,
     path_of,
+    program,
     run_command,
     shell_word,
     tolerant_streams,
     whole_from,
 )
-from ia_mech.data.conversations import open_conversations
+from ia_mech.console import COMMANDS
 from ia_mech.display import console, with_style
 from ia_mech.errors import UserError
 from ia_mech.estimates import ALL, Group, TidyEstimate, all_datasets
 from ia_mech.judge.rubric import FOLLOW_UP
-from ia_mech.likelihood.carried import CEILING
 from ia_mech.models.embedded import cache_dir, refuse_missing_model
 from ia_mech.rates.fit import highest, marked
 from ia_mech.rates.gate import named
 from ia_mech.rates.latent import LEAST, verdict
-from ia_mech.results import SHARE as AS_SHARE
 from ia_mech.results import (
     Result,
     Table,
@@ -90,20 +78,20 @@ from ia_mech.results import (
     write,
 )
 from ia_mech.run import Run
-from ia_mech.run.labels import KEY, choose_judge
+from ia_mech.run.labels import choose_judge
 
 NAME = "study"
 QUESTION = "How often do user turns follow up, and where in the model is that decided?"
 TEMPERATURES = (0.7,)
 DRAWN = (1, "all")  # tokens of a sampled turn
 RESPONSE_TOKENS, TURN_TOKENS = 512, 40
-QUICK = 10  # queries of --quick
+USUAL = {"queries": 60, "samples": 4, "recipients": RESPONSES, "maps": list(USUAL_MAPS)}
+QUICK = {"queries": 10, "samples": 1, "recipients": 1, "maps": []}
 PROBED = 40  # queries below which probes aren't tried: they need 20 sources of either kind
 BAD_INPUT = 2  # the exit status where a stage lacks what it needs
-WHERE = ("interchange", "learned-vector")  # folders of the stages of --where
-OPTIONAL = ("mass", "elicit")  # folders of results whose first tables are shown, if they are there
-BY_LAYER = "interchange-mass"
-LAYERS = (BY_LAYER, *WHERE)  # results that say at which layers, in the order of the sentence
+# Folders of results: those whose first tables are shown, and those that say at which layers.
+SHOWN = ("locate", "mass", "elicit")
+LAYERS = ("interchange-mass", "interchange", "learned-vector")
 
 OPTIONS = {"level": 0.95, "resamples": 2000, "seed": 0}  # of the study's own estimates
 UNWORDED = "Turns may tell a response's content or only its wording (--wording tells them apart)."
@@ -113,20 +101,30 @@ LEFT_OUT_QUICK = "the mass by layer, elicit, maps or probes"
 
 @dataclass(frozen=True)
 class Stage:
-    """One command of a study: the ``main`` of a module. A study goes on where the run doesn't hold
-    what an optional one needs. ``result`` is the folder of its result in the run, if it has one."""
+    """One command of a study.
+
+    Attributes:
+        name: what it is called here.
+        words: of the command, as ``ia-mech`` takes them.
+        result: the folder of its result in the run, if it has one.
+        optional: the study goes on where the run doesn't hold what it needs.
+        asked: whether it is done at all.
+        takes: the study's flags that are handed on to it.
+    """
 
     name: str
-    module: str
     words: list[str]
-    optional: bool = False
     result: str = ""
+    optional: bool = False
+    asked: bool = True
+    takes: tuple[str, ...] = ("workers", "threads", "ray")
 
     def run(self, run: Path) -> int:
         """Do it, and print its answer alone, in one line, or all that it says where it fails.
         Returns the exit status."""
         with redirect_stdout(io.StringIO()) as said:
-            status = importlib.import_module(self.module).main(self.words)
+            command, *words = self.words
+            status = importlib.import_module(COMMANDS[command][0]).main(words)
         print(said.getvalue() if status else f"{self.name}: {self._answer(Run.open(run))}")
         return status
 
@@ -140,45 +138,43 @@ class Stage:
 
 
 def stages(args: argparse.Namespace) -> list[Stage]:
-    run = str(args.out / "run")
-    sample = ["--model", args.model, "--dataset", args.dataset, "--limit", str(args.queries)]
+    run, offline = str(args.out / "run"), ("threads",)  # what commands without a model take
+    queries, samples = ["--queries", str(args.queries)], ["--samples", str(args.samples)]
+    sample = ["sample", "--model", args.model, "--dataset", args.dataset]
+    sample += ["--limit", str(args.queries)]
     sample += ["--response", "generate", "--responses", str(RESPONSES)]
     sample += ["--response-temperature", "1", "--max-response-tokens", str(RESPONSE_TOKENS)]
-    sample += ["--temperatures", *map(str, TEMPERATURES), "--samples", str(args.samples)]
+    sample += ["--temperatures", *map(str, TEMPERATURES), *samples]
     sample += ["--drawn-tokens", *map(str, DRAWN)]
     sample += ["--max-new-tokens", str(TURN_TOKENS), "--out", run]
     sample += ["--unfinished"] * args.unfinished + ["--skip-unusable"] * args.skip_unusable
-    locate = ["--queries", str(args.queries), "--recipients", str(args.recipients)]
-    locate += ["--maps", *args.maps]
+    judge = ["judge", "run", run, *shlex.split(args.judge or "")]
+    locate = ["locate", run, *queries, "--recipients", str(args.recipients), "--maps", *args.maps]
+    by_layer = ["interchange", run, "--outcome", "mass", *queries]
+    probes, vector = ["probes", run, "--target"], ["learned-vector", run, "--quick"]
+    slow = not args.quick
+    probed = slow and args.queries >= PROBED
     found = [
-        Stage("sample", "ia_mech.collect.command", sample),
-        Stage("judge", "ia_mech.judge.__main__", ["run", run, *shlex.split(args.judge or "")]),
-        Stage("rates", "ia_mech.rates.__main__", [run], result="rates-{judge}"),
-        Stage("mass", "experiments.mass", [run, "--queries", str(args.queries)], True, "mass"),
-        Stage("locate", "experiments.locate", [run, *locate], result="locate"),
+        Stage("sample", sample),
+        Stage("judge", judge, takes=()),
+        Stage("rates", ["rates", run], "rates-{judge}", takes=offline),
+        Stage("mass", ["mass", run, *queries], "mass", True),
+        Stage("locate", locate, "locate"),
+        Stage("mass by layer", by_layer, "interchange-mass", True, slow),
+        Stage("elicit", ["elicit", run], "elicit", asked=slow),
+        Stage("reaction", ["reaction", run], "reaction", True, args.wording),
+        *(
+            Stage(f"probes {of}", [*probes, of], f"probe-{of}-{{judge}}", True, probed, offline)
+            for of in ("rate", "latent")
+        ),
+        Stage("interchange", ["interchange", run, *samples], "interchange", True, args.where),
+        Stage("learned vector", vector, "learned-vector", True, args.where),
     ]
-    if not args.quick:
-        words = [run, "--outcome", "mass", "--queries", str(args.queries)]
-        found.append(Stage("mass by layer", "experiments.interchange", words, True, BY_LAYER))
-        found.append(Stage("elicit", "experiments.elicit", [run], result="elicit"))
-    if args.wording:
-        found.append(Stage("reaction", "experiments.reaction", [run], result="reaction"))
-    if not args.quick and args.queries >= PROBED:
-        for target in ("rate", "latent"):
-            words, result = [run, "--target", target], f"probe-{target}-{{judge}}"
-            found.append(Stage(f"probes {target}", "probes.train", words, True, result))
-    if args.where:
-        samples, quick = [run, "--samples", str(args.samples)], [run, "--quick"]
-        for place, words in zip(WHERE, (samples, quick), strict=True):
-            module = f"experiments.{place.replace('-', '_')}"
-            found.append(Stage(place.replace("-", " "), module, words, True, place))
-    modelless = ("judge", "rates", "probes")
-    for name, lacking in (("workers", modelless), ("ray", modelless), ("threads", ("judge",))):
-        if (value := getattr(args, name)) is not None:
-            for stage in found:
-                if stage.name.split()[0] not in lacking:
-                    stage.words.extend([f"--{name}", str(value)])
-    return found
+    for stage in found:
+        for name in stage.takes:
+            if (value := getattr(args, name)) is not None:
+                stage.words.extend([f"--{name}", str(value)])
+    return [stage for stage in found if stage.asked]
 
 
 # -- what was found --------------------------------------------------------------------------------
@@ -187,59 +183,40 @@ def stages(args: argparse.Namespace) -> list[Stage]:
 def result(out: Path) -> Result:
     """The study's own result, from those of its stages."""
     run = Run.open(out / "run")
-    located = read(folder_of(run.path, "locate"))
     judge = choose_judge([run], None)
-    rows = pd.read_parquet(folder_of(run.path, "locate") / "rows.parquet")
-    verdicts = run.labels.judgements(judge, [*KEY, "follow_up"]).dropna()
-    verdicts = verdicts[run.drawn(verdicts)].astype({"context_id": object, "follow_up": float})
-    of_turn = ["context_id", "temperature", "sample"]
-    verdicts = verdicts.groupby(of_turn)["follow_up"].mean().reset_index()
-    of_follow_ups = estimates_of(
-        follow_up_bits(rows, verdicts, OPTIONS), Locate.columns, OPTIONS["level"]
-    )
-    drawn = drawn_rates(run, judge)
-    parts = {"locate": located.estimates}
-    parts[NAME] = pd.concat([drawn, of_follow_ups], ignore_index=True)
-    there = [one for one in OPTIONAL if kind_of(folder_of(run.path, one))]
-    more = {one: read(folder_of(run.path, one)) for one in there}
-    parts |= {one: each.estimates for one, each in more.items()}
+    names = (*SHOWN, *LAYERS, "reaction", f"rates-{judge}")
+    there = {name: folder_of(run.path, name) for name in names}
+    each = {name: read(place) for name, place in there.items() if kind_of(place)}
+    shown = {name: each[name] for name in SHOWN if name in each}
+    located, rates, drawn = each["locate"], each[f"rates-{judge}"], drawn_rates(run, judge)
+    parts = {NAME: drawn, **{name: one.estimates for name, one in shown.items()}}
     found = pd.concat([rows.assign(stage=name) for name, rows in parts.items()], ignore_index=True)
-    told = Lookup(located.estimates)
-
-    windows = strongest_windows(located.estimates, run.model["layers"], OPTIONS["level"])
-    rates = read(folder_of(run.path, f"rates-{judge}"))
     record = run.labels.record("judgements", judge)
-    places = [folder_of(run.path, name) for name in LAYERS]
-    sentence = [
+    said = [
         how_often(drawn, run.model["name"]),
         verdict(all_datasets(rates.estimates), fit=highest(record)),
-        first_token(more["mass"]) if "mass" in more else "",
-        *[read(place).sentence for place in places if kind_of(place)],
-        f"Sampled turns tell {told(BITS, OWN)} of {CEILING:.2f} bits about which response they "
-        f"followed. {enough_alone(located.estimates)}{windows and f'; {windows}'}.",
+        first_token(each["mass"]) if "mass" in each else "",
+        *(each[name].sentence for name in (*LAYERS, "locate") if name in each),
     ]
-    wording = folder_of(run.path, "reaction")
+    sentences = sentences_of(" ".join(filter(None, said)))
+    sentence = " ".join(one for one in sentences if not one.startswith(TOO_FEW))
     of_judge, *last = sentences_of(rates.control)
     control = [
         "Follow-ups are compared with wrong conversations, bits with other responses to the same "
         f"query; {of_judge[:1].lower()}{of_judge[1:]}",
-        read(wording).control if kind_of(wording) else UNWORDED,
+        each["reaction"].control if "reaction" in each else UNWORDED,
         *last,
     ]
     sites = drawings(located.estimates, run.model["name"])["sites"]
     made = Result(
         name=NAME,
         question=QUESTION,
-        sentence=headline(" ".join(filter(None, sentence)), found),
+        sentence=headline(sentence, found),
         control=" ".join(control),
         estimates=found,
-        tables=[
-            _drawn_table(drawn),
-            _bits_table(located.estimates),
-            *(table for each in more.values() for table in each.tables[:1]),
-        ],
+        tables=[_drawn_table(drawn), *(one.tables[0] for one in shown.values())],
         figures={"sites": with_style(sites.draw)()},
-        notes=list(dict.fromkeys(note for one in (located, *more.values()) for note in one.notes)),
+        notes=list(dict.fromkeys(note for one in shown.values() for note in one.notes)),
         about={"kind": NAME, **about_runs([run], [judge])},
     )
     return marked(made, record)
@@ -298,26 +275,6 @@ def _drawn_table(drawn: pd.DataFrame) -> Table:
     )
 
 
-def _bits_table(located: pd.DataFrame) -> Table:
-    """What greedy and sampled turns tell, and through which part of the context."""
-    shown = all_datasets(located[located["term"].isin([OWN, RESPONSE, HEADER, QUERY])])
-    return table_of(
-        f"bits that turns tell about the response that they followed (at most {CEILING:.2f})",
-        shown[shown["temperature"].isna() | (shown["temperature"] == 0)],
-        {
-            BITS: ("bits", 2),
-            SHARE: ("enough for (share)", AS_SHARE),
-            LEFT_OUT: ("lost without (bits)", 2),
-        },
-        index=("temperature", "term"),
-        rows="queries",
-        legend=f"{OWN}: all of them; other lines: those that keys and values of this part of the "
-        "context are enough for. Enough for (sufficiency): these bits as a share of all. Lost "
-        "without (necessity): bits that go if only this part is another response's. The query is "
-        "the control: it is the same for all responses.",
-    )
-
-
 # -- the command -----------------------------------------------------------------------------------
 
 
@@ -347,7 +304,10 @@ def build_parser() -> Parser:
     switch("--wording", help=wordings)
     states = "also whether follow-ups travel with a state, and after which layers a vector makes "
     switch("--where", help=f"{states}turns react to the response (hours)")
-    switch("--quick", help=f"{QUICK} queries, one sample, one recipient; without {LEFT_OUT_QUICK}")
+    switch(
+        "--quick",
+        help=f"{QUICK['queries']} queries, one sample, one recipient; without {LEFT_OUT_QUICK}",
+    )
     add("--out", path_of, None, "where all of it goes (default: cache/study-MODEL)", metavar="DIR")
     switch("--dry-run", help="say what is done, and stop")
     add_workers(parser)
@@ -372,11 +332,9 @@ def judge_words(given: str) -> str:
 
 def with_defaults(args: argparse.Namespace) -> argparse.Namespace:
     """Arguments with the defaults that depend on others."""
-    args.queries = args.queries or (QUICK if args.quick else 60)
-    args.samples = args.samples or (1 if args.quick else 4)
-    args.recipients = args.recipients or (1 if args.quick else 4)
-    if args.maps is None:
-        args.maps = [] if args.quick else list(USUAL_MAPS)
+    for name, value in (QUICK if args.quick else USUAL).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
     args.out = args.out or cache_dir() / f"{NAME}-{Path(args.model).name}"
     return args
 
@@ -394,34 +352,23 @@ def _study(args: argparse.Namespace) -> int | None:
         return _run_stages(args)
 
 
-def usable_queries(stage: Stage, out: Path) -> int:
-    """How many queries the first stage will use, those that the model's template can't show left
-    out or refused as there."""
-    from ia_mech.collect.command import build_parser as of_sample
-    from ia_mech.collect.command import settings_of
-    from ia_mech.collect.plan import Plan
-
-    plan = Plan(settings_of(of_sample().parse_args(stage.words)), out)
-    for line in plan.skipped:
-        print(f"note: skipped, {one_line(line)}", file=sys.stderr)
-    return plan.data.rows
-
-
 def _run_stages(args: argparse.Namespace) -> int | None:
-    begun = (args.out / "run" / "run.json").is_file()
-    if not begun:  # what can't be used is known before anything is planned by it
-        usable = {"limit": args.queries, "skip_unusable": args.skip_unusable}
-        queries = sum(1 for _ in open_conversations(args.dataset, **usable))
-        args.queries = min(args.queries, queries)
+    if not (args.out / "run" / "run.json").is_file():
+        # What can't be used is left out, or refused, before anything is planned by the number.
+        from ia_mech.collect.command import build_parser as of_sample
+        from ia_mech.collect.command import settings_of
+        from ia_mech.collect.plan import Plan
+
+        words = stages(args)[0].words[1:]
+        plan = Plan(settings_of(of_sample().parse_args(words)), args.out / "run")
+        for line in plan.skipped:
+            print(f"note: skipped, {one_line(line)}", file=sys.stderr)
+        args.queries = plan.data.rows
     if args.dry_run:
-        if not begun:
-            args.queries = usable_queries(stages(args)[0], args.out / "run")
         _print_plan(args)
         return None
-    if few := too_few(args.queries):
-        print(f"note: too few queries: {few}", file=sys.stderr)
-    if args.queries < LEAST:
-        print(f"note: {NO_VERDICT}", file=sys.stderr)
+    for name, why in warnings_of(args.queries).items():
+        print(f"note: {name}: {why}", file=sys.stderr)
     for number, stage in enumerate(todo := stages(args), start=1):
         print(f"\n-- {number} of {len(todo)}: {stage.name}", file=sys.stderr)
         status = stage.run(args.out / "run")
@@ -439,20 +386,23 @@ def _run_stages(args: argparse.Namespace) -> int | None:
     return status
 
 
+def warnings_of(queries: int) -> dict[str, str]:
+    """What so few queries can't show: what → why."""
+    found = {"too few queries": too_few(queries)}
+    found["latent follow-ups"] = NO_VERDICT if queries < LEAST else ""
+    return {name: why for name, why in found.items() if why}
+
+
 def _print_plan(args: argparse.Namespace) -> None:
     written = f"{RESPONSES} responses to each, which the model writes; the data's own aren't used"
     lines = {"queries": f"{args.queries}; {written}; samples: {args.samples}"}
     for stage in stages(args):
-        lines[stage.name] = f"{stage.module} {shlex.join(stage.words)}"
+        lines[stage.name] = f"{program()} {shlex.join(stage.words)}"
     if args.quick:
         lines["left out"] = f"{LEFT_OUT_QUICK}, which --quick has no time for"
     elif args.queries < PROBED:
         lines["probes"] = f"left out: they need {PROBED} queries"
-    if few := too_few(args.queries):
-        lines["too few queries"] = few
-    if args.queries < LEAST:
-        lines["latent follow-ups"] = NO_VERDICT
-    print_plan(lines | {"all": f"goes to {args.out}"})
+    print_plan(lines | warnings_of(args.queries) | {"all": f"goes to {args.out}"})
 
 
 def study(model: str, **options: Any) -> Result:

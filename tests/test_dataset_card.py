@@ -14,8 +14,8 @@ from runs import files_under
 from shell import call
 
 from benchmarks.probe_validation.planted import Plan, plant, write
-from experiments.experiment import team_for
 from experiments.temperature_sweep import main as sweep
+from experiments.units import Loaded
 from ia_mech.collect.command import main
 from ia_mech.engine.workers import ANY
 from ia_mech.judge.__main__ import main as judge
@@ -58,7 +58,7 @@ def test_no_file_of_a_run_names_a_folder_of_this_machine(local, tmp_path, capfd)
     again = call(main, words, capfd)
     assert again.status == 0 and "was finished before" in again.err
     # Experiments find the model again as long as it is there; for other weights they don't.
-    assert team_for(run, None, ANY)[0].subject.weights_hash == run.model["weights_hash"]
+    assert Loaded(run, None, ANY).team.subject.weights_hash == run.model["weights_hash"]
     assert recall(run.settings, "00").name == "my-model"
     # The embedded model stays what it is, where its weights are known from a folder, too.
     embedded = run.settings | {"model": "smollm2-135m-instruct"}

@@ -20,9 +20,10 @@ from shell import Outcome, call, files, refusal, worked
 
 import ia_mech.engine.score as score_module
 from experiments.arms import Arm, conversations_of
-from experiments.experiment import Conclusion, Experiment, modules_of, output_folder
+from experiments.experiment import Conclusion, Experiment, output_folder
 from experiments.learned_vector import LearnedVector
 from experiments.shown import Bars
+from experiments.units import modules_of
 from ia_mech.collect.command import main as sample
 from ia_mech.estimates import TidyEstimate
 from ia_mech.rates.gate import Gate
@@ -288,8 +289,8 @@ def test_the_worked_experiment_measures_what_it_says_and_goes_on_where_it_was_st
     for what, value, count in (
         ("torch.__version__", f"{torch.__version__.partition('+')[0]}+cu130", 3),
         ("torch.__version__", "1.0", 0),
-        ("experiments.experiment.engine_of", lambda: ["changed"], 0),
-        ("experiments.experiment.hash_of", lambda paths: "changed", 0),
+        ("experiments.units.engine_of", lambda: ["changed"], 0),
+        ("experiments.units.hash_of", lambda paths: "changed", 0),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(what, value)
@@ -309,7 +310,6 @@ def test_a_unit_that_memory_is_too_small_for_is_measured_in_smaller_passes(
 ):
     words = [str(siblings.path), "--queries", "2", "--full"]
     plan = call(first_words.main, [*words, "--dry-run"], capfd)
-    assert re.search(r"memory +[\d.]+ .B for weights, at most [\d.]+ .B", plan.out)
     assert re.search(r"time +about \S+ min where", plan.out)
     whole = call(first_words.main, [*words, "--out", str(tmp_path / "whole")], capfd)
     honest, held = score_module.forward, []
@@ -362,7 +362,7 @@ class Again(Count):
         return {"same": Arm(conversations_of(self.runs[0].contexts))}
 
     def rows(self):
-        (subject,) = (self.workers(run)[0].subject for run in self.runs)
+        (subject,) = (self.model_of(run).team.subject for run in self.runs)
         assert subject.weights_hash == self.runs[0].model["weights_hash"]
         return super().rows()
 

@@ -48,7 +48,6 @@ from experiments.locate import (
     Locate,
     cells_of,
     estimates,
-    follow_up_bits,
     layer_windows,
     main,
     token_estimates,
@@ -352,21 +351,6 @@ def test_estimates_have_the_share_the_test_and_the_set_of_windows():
     p = {row.names["layer"]: row.estimate.value for row in found if row.quantity == MAY_BE_MOST}
     assert p.keys() == {window[0] for window in layer_windows(planted.DEPTH)}
     assert [layer for layer, one in p.items() if one > 0.05] == [planted.READ]
-
-
-def test_bits_of_accepted_turns_are_those_that_an_own_count_gives():
-    rows = measured(through_header=False)
-    own = rows[rows["site"] == OWN]
-    turns = own[["context_id", "temperature", "sample"]].drop_duplicates()
-    verdicts = turns.assign(follow_up=np.arange(len(turns)) % 3 == 0)
-    found = {row.quantity: row.estimate.value for row in follow_up_bits(rows, verdicts, OPTIONS)}
-    bits = bits_by_query(own[SCORES].to_numpy(), own["own"].to_numpy(), own["source"]).each
-    follow_up = own["context_id"].map(verdicts.set_index("context_id")["follow_up"]).to_numpy()
-    assert found["share of turns that are follow-ups"] == pytest.approx(follow_up.mean())
-    share = bits[follow_up].sum() / bits.sum()
-    assert found["share of bits in follow-ups"] == pytest.approx(share)
-    more = bits[follow_up].mean() - bits[~follow_up].mean()
-    assert found["bits of follow-ups, minus those of other turns"] == pytest.approx(more)
 
 
 def test_told_is_the_information_of_turns_that_are_drawn_from_their_scores():

@@ -12,7 +12,7 @@ from runs import sampled
 from safetensors.torch import save_file
 from test_intervene import by_plain_hooks, hooks_of, vectors
 
-from experiments.experiment import team_for
+from experiments.units import Loaded
 from ia_mech.engine.decode import Row, decode
 from ia_mech.engine.intervene import Add, ProjectOut, at_tokens
 from ia_mech.engine.sampling import stream_key
@@ -201,7 +201,7 @@ def test_a_run_is_sampled_scored_and_captured_under_a_vector(configs, tiny_subje
         == SteeringVector.load(made["steered"].intervention or "").sha256
     )
     with pytest.raises(UserError, match="scored again, its turns would be those of another model"):
-        team_for(runs["steered"], None, ANY)
+        _ = Loaded(runs["steered"], None, ANY).team
     with pytest.raises(UserError, match="were not sampled under the same intervention; give each"):
         open_runs([runs["plain"], runs["steered"]])
     assert f"steered: {SteeringVector.load(made['steered'].intervention or '')}" in progress.lines

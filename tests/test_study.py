@@ -62,11 +62,10 @@ def test_a_study_ends_with_one_sentence_its_control_and_a_page(made):
         r"are \d+ of 16 greedy turns of \S+ \(\d+ in role\), \d+ of 16 turns with", found.sentence
     )
     assert "The follow-up mass of first tokens is" in found.sentence
-    assert "of 1.58 bits about which response they followed" in found.sentence
+    assert "of 1.58 bits about which of 3 responses they followed" in found.sentence
     assert "The response's keys and values are enough for" in found.sentence
     assert found.control.startswith("Follow-ups are compared with wrong conversations, bits")
     assert {"mass", "locate", "study"} == set(found.estimates["stage"])
-    assert "share of bits in follow-ups" in set(found.estimates["quantity"])
     assert "sites" in found.figures
     page = re.sub("<[^>]*>", "", (made / "report.html").read_text("utf-8"))
     assert found.sentence.partition(" tell ")[2][:60] in page
@@ -148,7 +147,7 @@ def test_a_plan_names_the_command_of_each_stage(tiny_model_dir, capfd, tmp_path)
     args = study.with_defaults(study.build_parser().parse_args(where))
     todo = {one.name: one.words for one in study.stages(args)}
     assert {"interchange", "learned vector"} <= {*todo}
-    assert todo["judge"][2:] == ["--judge", "llm", "--model", "a b"]
+    assert todo["judge"][3:] == ["--judge", "llm", "--model", "a b"]
     for words in (["m", "--where"], ["m", "--where", "--quick"]):
         assert "--where takes 16 turns a conversation" in refusal(call(study.main, words, capfd))
 

@@ -95,7 +95,8 @@ def _there(plan: Plan) -> dict[str, str]:
         if run.complete:
             kept = "all of it: nothing would be computed again"
         size = Footprint.read(run.record["footprint"])
-        memory = memory_text(size, Memory(plan, size, run.record["part_room"]).part_bytes)
+        part = size_text(Memory(plan, size, run.record["part_room"]).part_bytes)
+        memory = f"{size_text(size.weights)} for weights, at most {part} for each part in work"
     return {"of this already there": kept, "memory": memory}
 
 
@@ -138,12 +139,6 @@ def size_text(count: int) -> str:
         if count >= scale:
             return f"{count / scale:.1f} {unit}"
     return f"{count} bytes"
-
-
-def memory_text(size: Footprint, part: int) -> str:
-    """How much memory the weights take, and each part that is being computed."""
-    weights = size_text(size.weights)
-    return f"{weights} for weights, at most {size_text(part)} for each part in work"
 
 
 def time_text(seconds: float) -> str:
