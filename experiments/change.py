@@ -22,6 +22,7 @@ from sentencex import segment
 
 from ia_mech.data.conversations import Conversation
 from ia_mech.likelihood.carried import CANDIDATES
+from ia_mech.run.tokens import RESID
 
 if TYPE_CHECKING:  # these load torch
     from torch import Tensor
@@ -429,17 +430,19 @@ class Mask:
 @dataclass(frozen=True)
 class Replaced:
     """States of the residual stream after a layer, at named tokens after the response, are the
-    donor's."""
+    donor's. Or what the layer's attention or MLP adds there, which
+    :class:`experiments.moved_mass.MassUnder` alone puts in."""
 
     tokens: tuple[str, ...]
     layer: int
+    component: str = RESID
 
     def laid(self, of: Passes, pairs: Pairs) -> Laid:
         from ia_mech.engine.intervene import Replace
         from ia_mech.engine.score import Turn
 
         states, at = of.whole.residuals, [of.unit.places[name] for name in self.tokens]
-        assert states is not None
+        assert states is not None and self.component == RESID
         each = [Replace(self.layer, tuple(at), states[j, self.layer, at]) for _, j in pairs]
 
         def turn(n: int, ids: Ids) -> Turn:
@@ -453,6 +456,7 @@ class Replaced:
 
         from ia_mech.engine.intervene import Replace
 
+        assert self.component == RESID
         states = torch.stack([donor.state(self.layer, name) for name in self.tokens])
         return Replace(self.layer, positions_of(context.positions, self.tokens), states)
 

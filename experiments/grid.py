@@ -83,6 +83,7 @@ from ia_mech.judge.rubric import ASSESSED, FOLLOW_UP, heading
 from ia_mech.likelihood.carried import CANDIDATES, CEILING, QueryBits
 from ia_mech.results import SHARE as AS_SHARE
 from ia_mech.results import Table, cell_of
+from ia_mech.run.tokens import RESID
 from ia_mech.stats import cluster_mean
 
 if TYPE_CHECKING:  # these load torch
@@ -116,10 +117,13 @@ class Grid(Experiment):
 
     @classmethod
     def asked(cls, args: argparse.Namespace) -> type[Experiment]:
-        """The class of the outcome and the cells; results of the usual outcome have the plain name
-        of the command."""
-        usual = next(iter(cls.outcomes))
-        name = cls.folder_name() + (f"-{args.outcome}" if args.outcome != usual else "")
+        """The class of the outcome and the cells; results of the usual outcome and component have
+        the plain name of the command."""
+        plain = {"outcome": next(iter(cls.outcomes)), "component": RESID}
+        words = [vars(args).get(name, plain[name]) for name in plain]
+        name = "-".join(
+            [cls.folder_name(), *(word for word in words if word not in plain.values())]
+        )
         about = {"__module__": cls.__module__, "folder_name": classmethod(lambda _: name)}
         return type(cls.__name__, (cls.outcomes[args.outcome], cls), about)
 
@@ -549,11 +553,13 @@ class FollowUps(Grid):
         def family(row: TidyEstimate) -> tuple:
             return row.quantity, row.names["dataset"], row.names.get("term") == FIRST
 
-        found = (
-            replace(row, names=row.names | {"layer": None}) if row.names.get("layer") == -1 else row
-            for row in estimates(rows, self.options)
-        )
-        return holm_corrected(found, family)
+        return holm_corrected(self.cell_estimates(rows), family)
+
+    def cell_estimates(self, rows: pd.DataFrame) -> Iterator[TidyEstimate]:
+        """Those of cells, some of which are of no layer."""
+        for row in estimates(rows, self.options):
+            none = {"layer": None} if row.names.get("layer") == -1 else {}
+            yield replace(row, names=row.names | none)
 
     # -- shown ------------------------------------------------------------------------------------
 
@@ -640,7 +646,8 @@ class FollowUps(Grid):
         return Conclusion(sentence, f"{control}{self.gate.short}.")
 
     def said_of_equal(self, what: str, equal: pd.DataFrame) -> str:
-        """At how many cells donors of equal share or mass are shown to differ."""
+        """At how many cells, if any, donors of equal share or mass are shown to differ."""
         false = int((equal["p_holm"] <= 1 - self.args.level).sum())
-        largest = f" (largest {equal['value'].abs().max():.2f})" * bool(len(equal))
-        return f"Two donors of equal {what} differ at {false} of {len(equal)} cells{largest}."
+        largest = f" (largest {equal['value'].abs().max():.2f})"
+        said = f"Two donors of equal {what} differ at {false} of {len(equal)} cells{largest}."
+        return said if len(equal) else ""

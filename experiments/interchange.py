@@ -26,9 +26,14 @@ were judged after it. The state of the header's last token is put in after every
 last one it brings the donor's own distribution, by construction; a confidence set says from which
 layer on more than half of that is moved. Cost: a prefill and a few single tokens a query.
 
+A state holds all that was computed below it. With --component attn or mlp only what one layer's
+attention or MLP adds to the last token's state is the donor's, and what comes after is computed
+anew: in each layer alone, then in all of --layers together. It takes ia-mech capture before.
+
     ia-mech interchange cache/RUN
     ia-mech interchange cache/RUN --category repeats_response --dry-run
     ia-mech interchange cache/RUN --outcome mass   # after ia-mech mass cache/RUN
+    ia-mech interchange cache/RUN --outcome mass --component attn
     ia-mech interchange cache/RUN --outcome bits   # any run with four responses per query
 """
 
@@ -47,6 +52,7 @@ from experiments.grid import BY_BITS, BY_FOLLOW_UPS, BY_MASS, Bits, FollowUps, G
 from experiments.moved_mass import MovedMass
 from ia_mech.cli import whole_from
 from ia_mech.errors import UserError
+from ia_mech.run.tokens import COMPONENTS, RESID
 
 HEADER = "header"  # all tokens of the header together
 LAST = "header_last"
@@ -74,6 +80,8 @@ class Interchange(Grid):
         add("--tokens", str, None, where, nargs="+", choices=TOKENS, metavar="TOKEN")
         after = f"after which (default: 1, 3, 5 and 7 eighths of them; all of {BY_MASS})"
         add("--layers", whole_from(1), None, after, nargs="+", metavar="L")
+        what = f"of {BY_MASS}: what is put in, the state or what a part of the layer adds to it"
+        add("--component", str, RESID, what, choices=COMPONENTS, metavar="COMPONENT")
 
     @cached_property
     def tokens(self) -> dict[str, tuple[str, ...]]:
@@ -90,6 +98,10 @@ class Interchange(Grid):
             kept = kept.intersection(*(run.positions for run in self.runs))
         header = tuple(name for name in there.index if name.startswith("header_") and name in kept)
         wanted = self.args.tokens or ((LAST,) if self.of_mass else TOKENS)
+        if (component := self.args.component) != RESID:
+            if [*wanted] != [LAST]:
+                raise UserError(f"what {component} adds is put in at {LAST}", "leave out --tokens")
+            return {f"{LAST}, {component}": (LAST,)}
         places = {place: header if place == HEADER else (place,) for place in TOKENS}
         found = {at: places[at] for at in wanted if places[at] and {*places[at]} <= kept}
         if not found:
@@ -116,7 +128,7 @@ class Interchange(Grid):
         if layers[-1] > depth:
             raise UserError(f"--layers {layers[-1]}: the model has {depth}", "give 1 to that")
         found = [
-            Cell(place, Replaced(positions, layer), layer, every=True)
+            Cell(place, Replaced(positions, layer, self.args.component), layer, every=True)
             for place, positions in self.tokens.items()
             for layer in ([depth] if place == FIRST else layers)
         ]

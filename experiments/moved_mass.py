@@ -5,12 +5,16 @@ first tokens, each judged by its greedy continuation (:mod:`experiments.mass`). 
 states the mass is the probability of those openings whose turn is a follow-up. Nothing is drawn.
 What a token opens is taken from the recipient as it is. Donors are contexts of other queries: one
 with a high mass of its own, one with a low one, and two with equal masses.
+
+A state of the residual stream brings all that was computed below it. What one layer's attention or
+MLP adds to the stream is a single addition, which later layers read as they read the recipient's:
+``ia-mech capture`` keeps these, and they are put in by layer, and in all of these layers together.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pandas as pd
@@ -29,7 +33,6 @@ from experiments.control import (
     LOW,
     MOVED,
     OWN_MASS,
-    estimates,
 )
 from experiments.experiment import Conclusion, Model, Unit
 from experiments.grid import FollowUps, Grid
@@ -40,9 +43,16 @@ from ia_mech.cli import shell_word
 from ia_mech.errors import UserError
 from ia_mech.estimates import Group, TidyEstimate, all_datasets, by_dataset, holm_corrected
 from ia_mech.run import Run, layout
+from ia_mech.run.tokens import RESID
 from ia_mech.stats import Estimate, dyadic_test
 
+if TYPE_CHECKING:  # this loads torch
+    from torch import Tensor
+
 OF_COVERED = "donors' own difference, of what is covered"
+TOGETHER = "together"  # the term of what is put in in all layers that were asked for
+HEADER_END = "header:-1"  # as ia-mech capture calls HEADER_LAST
+Place = tuple[str, int, tuple[int, ...]]  # component, layer, tokens
 
 
 @dataclass(frozen=True)
@@ -52,8 +62,9 @@ class MassUnder(Unit):
     Attributes:
         context: its token ids.
         tail: so many last tokens are computed anew for each state.
-        cells: term and layer of each, and its tokens, counted from the tail's first.
-        states: of each cell, ``[donors, tokens, d_model]``.
+        cells: term and layer of each, and its places, whose tokens are counted from the tail's
+            first.
+        states: of each cell, ``[donors, places, tokens, d_model]``.
         openings: ids of first tokens.
         labels: of each, whether its turn is a follow-up and whether it is in role.
         temperature: of the first token.
@@ -61,7 +72,7 @@ class MassUnder(Unit):
 
     context: tuple[int, ...]
     tail: int
-    cells: list[tuple[str, int, tuple[int, ...]]]
+    cells: list[tuple[str, int, list[Place]]]
     states: list[np.ndarray]
     openings: list[int]
     labels: list[tuple[float, float]]
@@ -76,6 +87,7 @@ class MassUnder(Unit):
         """
         import torch
 
+        from ia_mech.engine.components import hook_branches, keeping
         from ia_mech.engine.intervene import Replace
         from ia_mech.engine.memory import allowed
         from ia_mech.engine.score import LOGITS, STATE_BYTES
@@ -84,14 +96,31 @@ class MassUnder(Unit):
         subject, begin = model.subject.model, len(self.context) - self.tail
         labels = np.column_stack([np.array(self.labels), np.ones(len(self.openings))])
 
+        if any(place[0] != RESID for *_, places in self.cells for place in places):
+            hook_branches(subject)
+
         def passed(puts: list[tuple[Any, ...]]) -> tuple[Any, Any]:
-            """Logits and residuals of the tail's last token and of all its tokens."""
+            """Logits of the tail's last token; by component and layer the states of all its
+            tokens."""
             ids = torch.tensor([self.context[begin:]] * len(puts))
             state = expand(subject, [group], [0] * len(puts), self.tail)
             captured = [range(self.tail)] * len(puts)
-            made = forward(subject, state, ids, captured=captured, interventions=puts)
+            with keeping(torch.tensor(captured)) as added:
+                made = forward(subject, state, ids, captured=captured, interventions=puts)
             model.on_tokens(ids.numel())
-            return made.logits[:, -1].cpu(), made.residuals
+            assert made.residuals is not None
+            residuals = enumerate(made.residuals.unbind(1))
+            return made.logits[:, -1].cpu(), {(RESID, n): one for n, one in residuals} | added
+
+        def put(cells: list, states: list) -> list[tuple[Any, ...]]:
+            """Of each cell, what is put in at its places."""
+            return [
+                tuple(
+                    Replace(layer, tokens, one, component)
+                    for (component, layer, tokens), one in zip(places, those, strict=True)
+                )
+                for (*_, places), those in zip(cells, states, strict=True)
+            ]
 
         def masses(logits: Any) -> np.ndarray:
             p = (logits / self.temperature).softmax(-1)[:, self.openings]
@@ -109,10 +138,10 @@ class MassUnder(Unit):
                 cells, states = self.cells[at : at + step], self.states[at : at + step]
                 plain, own = passed([()] * len(cells))
                 back = [
-                    (Replace(layer, tokens, own[n, layer, list(tokens)]),)
-                    for n, (_, layer, tokens) in enumerate(cells)
+                    [own[component, layer][n, list(tokens)] for component, layer, tokens in places]
+                    for n, (*_, places) in enumerate(cells)
                 ]
-                if not torch.equal(passed(back)[0], plain):
+                if not torch.equal(passed(put(cells, back))[0], plain):
                     raise UserError(
                         "a context's own states, put where they were, change what is computed: "
                         "this model can't be measured so",
@@ -120,12 +149,8 @@ class MassUnder(Unit):
                     )
                 under = {"unchanged": masses(plain)}
                 for number, arm in enumerate(ARMS):
-                    each = zip(cells, states, strict=True)
-                    puts = [
-                        (Replace(layer, tokens, torch.from_numpy(those[number])),)
-                        for (_, layer, tokens), those in each
-                    ]
-                    under[arm] = masses(passed(puts)[0])
+                    each = [torch.from_numpy(of_cell[number]) for of_cell in states]
+                    under[arm] = masses(passed(put(cells, each))[0])
                 table = pd.DataFrame([cell[:2] for cell in cells], columns=["term", "layer"])
                 for arm, values in under.items():
                     table[[arm, f"{IN_ROLE} {arm}", f"{COVERED} {arm}"]] = values
@@ -137,7 +162,7 @@ class MovedMass(FollowUps):
     """How far the follow-up mass moves with states of donors. Its ``contexts`` are all that have a
     mass."""
 
-    flags: ClassVar[tuple[str, ...]] = ()
+    flags: ClassVar[tuple[str, ...]] = ("component",)
     measured, put = "the follow-up mass", "states"
 
     # -- chosen -----------------------------------------------------------------------------------
@@ -165,6 +190,7 @@ class MovedMass(FollowUps):
     def read(self) -> None:
         """Choose recipients, and donors by their own masses."""
         Grid.read(self)
+        self.added = self._added()
         run = self.of_masses
         tokens = mass.first_tokens(run, self.gate.judge).dropna(subset=[SHARE])
         own, greedy = f"{mass.FIRST} {SHARE}", f"{mass.GREEDY} {SHARE}"
@@ -186,6 +212,23 @@ class MovedMass(FollowUps):
             "recipients: their greedy turn is no follow-up. A conversation is a donor at most "
             f"{most} times."
         )
+
+    def _added(self) -> "dict[int, Tensor]":
+        """By layer, what the component adds at the header's last token:
+        ``[contexts of all runs, d_model]``.
+
+        Raises:
+            UserError: it wasn't captured.
+        """
+        import torch
+
+        component = self.args.component
+        layers = [cell.layer for cell in self.cells() if cell.term != HEADER_LAST]
+        if component == RESID:
+            return {}
+        what = {"tokens": HEADER_END, "component": component}
+        each = torch.cat([run.residuals(layers, **what) for run in self.runs])
+        return dict(zip(layers, each.unbind(1), strict=True))
 
     def _as_they_are(self, masses: Run) -> set[str]:
         """The runs' contexts that have a mass.
@@ -213,6 +256,7 @@ class MovedMass(FollowUps):
     def units(self) -> Iterator[Unit]:
         cells = [(cell, cell.change) for cell in self.cells()]
         replaced = [(cell, change) for cell, change in cells if isinstance(change, Replaced)]
+        added = [n for n, (_, change) in enumerate(replaced) if change.component != RESID]
         for one in self.donors.to_dict("records"):
             recipient = self.rows_of_contexts.iloc[one["recipient"]]
             ids, donors = tuple(recipient["token_ids"].tolist()), [one[arm] for arm in ARMS]
@@ -221,9 +265,20 @@ class MovedMass(FollowUps):
             begin = min(min(tokens) for tokens in named)
             places, states = [], []
             for (cell, change), tokens in zip(replaced, named, strict=True):
-                places.append((cell.term, cell.layer, tuple(token - begin for token in tokens)))
-                each = [self._states(change.layer, name)[at].float() for name in change.tokens]
-                states.append(np.stack([one.numpy() for one in each], axis=1))
+                place = change.component, change.layer, tuple(token - begin for token in tokens)
+                places.append((cell.term, cell.layer, [place]))
+                every = (
+                    self._states(change.layer, name)
+                    if change.component == RESID
+                    else self.added[change.layer]
+                    for name in change.tokens
+                )
+                each = [one[at].float() for one in every]
+                states.append(np.stack([one.numpy() for one in each], axis=1)[:, None])
+            if len(added) > 1:
+                term = f"{replaced[added[0]][0].term}, {TOGETHER}"
+                places.append((term, -1, [places[n][2][0] for n in added]))
+                states.append(np.concatenate([states[n] for n in added], axis=1))
             openings = self.openings[recipient["context_id"]]
             labels = list(openings[[SHARE, IN_ROLE]].itertuples(index=False, name=None))
             query, tail = self.contexts["source"][one["recipient"]], len(ids) - begin
@@ -263,12 +318,16 @@ class MovedMass(FollowUps):
     # -- estimated --------------------------------------------------------------------------------
 
     def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
-        """Holm-corrected over cells, by quantity and dataset, without the last layer's."""
+        """Holm-corrected over cells, by quantity and dataset, without the last layer's and without
+        what is put in in all layers together."""
 
         def trivial(row: TidyEstimate) -> bool:
             return (row.names.get("term"), row.names.get("layer")) == (HEADER_LAST, self.depth)
 
-        found = [row for row in estimates(rows, self.options) if row.quantity != DONORS]
+        def family(row: TidyEstimate) -> tuple:
+            return row.quantity, row.names["dataset"], trivial(row), row.names.get("layer") is None
+
+        found = [row for row in self.cell_estimates(rows) if row.quantity != DONORS]
         for row in [row for row in found if row.quantity == MOVED and trivial(row)]:
             names = {name: row.names[name] for name in row.names if name not in CELL}
             found.append(replace(row, quantity=DONORS, names=names))
@@ -284,7 +343,7 @@ class MovedMass(FollowUps):
             test = dyadic_test(held[HIGH] - held[LOW], *queries, level=self.args.level)
             own = Group(last["source"].to_numpy(), self.options, {"dataset": dataset})
             found.append(own.row(OF_COVERED, test.difference, len(last), p=test.p, test=test.test))
-        return holm_corrected(found, lambda row: (row.quantity, row.names["dataset"], trivial(row)))
+        return holm_corrected(found, family)
 
     # -- shown ------------------------------------------------------------------------------------
 
@@ -292,7 +351,9 @@ class MovedMass(FollowUps):
     def legends(self) -> tuple[str, str]:
         return (
             f"{HEADER_LAST} after layer {self.depth}, the last one, is the donor's own "
-            "distribution by construction: the others are held against it. Paired by recipient, "
+            "distribution by construction: the others are held against it. attn, mlp: all but what "
+            f"the layer's attention or MLP adds is the recipient's; {TOGETHER}: so in all layers "
+            "of the table at once, which is corrected by itself. Paired by recipient, "
             "intervals over recipients' and donors' queries; p: Holm-corrected over the other "
             "lines. From here on more than half: the layers whose p is above "
             f"{1 - self.args.level:.2g} are the confidence set. In role: the mass of first tokens "
@@ -311,29 +372,42 @@ class MovedMass(FollowUps):
             for cells in (only(whole, MOVED), only(whole, EQUAL))
         )
         words = "the donors' own first tokens differ in follow-up mass by"
-        sentence = self.tested(words, only(whole, DONORS), most=1)
         covered = only(whole, OF_COVERED)
-        sentence += f" {self.tested('as a share of what is covered, that is', covered, most=1)}"
+        said = [
+            self.tested(words, only(whole, DONORS), most=1),
+            self.tested("as a share of what is covered, that is", covered, most=1),
+        ]
         if len(half := only(whole, HALF)) and (covered["p_holm"] <= 1 - level).all():
             layers = half.loc[half["value"] > 1 - level, "layer"].tolist()
             last = only(whole, MOVED, term=HEADER_LAST).set_index("layer")["value"]
             above = last > last[self.depth] / 2
             first = int(above[::-1].cumprod()[::-1].idxmax())
-            sentence += (
-                f" More than half of that is moved by the header's last state from layer {first} "
-                f"of {self.depth} on ({100 * level:g}% confidence set: {spans(layers)})."
+            tried = spans(half["layer"].tolist())
+            few = f"; only layers {tried} were tried" if len(half) < self.depth else ""
+            said.append(
+                f"More than half of that is moved by the header's last state from layer {first} "
+                f"of {self.depth} on ({100 * level:g}% confidence set: {spans(layers)}{few})."
             )
+        what, before = "A state", " before the last layer"
+        together, moved = moved[moved["layer"].isna()], moved[moved["layer"].notna()]
+        if self.args.component != RESID:
+            what, before = f"What {self.args.component} adds in one layer", ""
+            those = spans(moved["layer"].tolist())
+            words = f"what {self.args.component} adds in layers {those} together moves it by"
+            said.append(self.tested(words, together, most=1))
         shown = moved[moved["p_holm"] <= 1 - level]
         each = [
             f"{term} after {spans(rows['layer'].tolist())}"
             for term, rows in shown.groupby("term", sort=False)
         ]
-        sentence += (
-            f" A state is shown to move it at {len(shown)} of {len(moved)} cells before the last "
-            f"layer{': ' * bool(each)}{'; '.join(each)}."
-        )
-        control = f"{self.said_of_equal('mass', equal)} The recipient's own states change no bit."
-        return Conclusion(sentence, f"{control} {self.gate.short}.")
+        if len(moved):
+            said.append(
+                f"{what} is shown to move it at {len(shown)} of {len(moved)} cells{before}"
+                f"{': ' * bool(each)}{'; '.join(each)}."
+            )
+        own = "The recipient's own states change no bit."
+        control = f"{self.said_of_equal('mass', equal)} {own} {self.gate.short}."
+        return Conclusion(" ".join(filter(None, said)), control.strip())
 
 
 def half_moved(rows: pd.DataFrame, dataset: str, level: float) -> Iterator[TidyEstimate]:
@@ -355,7 +429,7 @@ def half_moved(rows: pd.DataFrame, dataset: str, level: float) -> Iterator[TidyE
         queries = (cell[name] for name in ("source", f"query {HIGH}", f"query {LOW}"))
         test = dyadic_test(beyond, *queries, ends=(-1.5, 1.5), level=level)
         tests.append((layer, test.difference, 1.0 if np.isnan(test.p) else test.p))
-    if not tests or not (tests[-1][1].value > 0 and tests[-1][2] <= 1 - level):
+    if len(tests) < 2 or not (tests[-1][1].value > 0 and tests[-1][2] <= 1 - level):
         return
     before = 1.0
     for layer, difference, p in tests:

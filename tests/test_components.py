@@ -6,9 +6,10 @@ import torch
 from contract import VECTOR, relative_l2
 
 from ia_mech.engine.blocks import find_blocks
-from ia_mech.engine.components import ATTN, COMPONENTS, MLP, RESID, states
+from ia_mech.engine.components import states
 from ia_mech.engine.installed import install
 from ia_mech.errors import UserError
+from ia_mech.run.tokens import ATTN, COMPONENTS, MLP, RESID
 
 LENGTHS = (9, 14, 11)
 AT = [(0, 8, -1), (3, 13, 5), (10, 2, 4)]

@@ -172,7 +172,7 @@ def test_hybrids_are_spliced_on_each_layers_device(architecture, gpus):
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "qwen3_5"])
 def test_masses_under_states_equal_those_on_one_device(architecture, gpus):
-    states = [np.random.default_rng(n).normal(size=(4, 2, 32)).astype("f4") for n in range(4)]
+    states = [np.random.default_rng(n).normal(size=(4, 1, 2, 32)).astype("f4") for n in range(4)]
     ours, right = (
         unit.rows(subject)
         for unit, subject in (

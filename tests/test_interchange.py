@@ -40,6 +40,7 @@ from ia_mech.judge.rubric import FOLLOW_UP
 from ia_mech.judge.verdict import Verdict
 from ia_mech.models.load import ModelSpec, Subject, weights_hash
 from ia_mech.run import Run
+from ia_mech.run.tokens import ATTN, MLP
 from ia_mech.settings import Settings
 
 MOODS = "zq"  # letters of responses; of the first a third of sampled turns are follow-ups
@@ -49,20 +50,28 @@ BLOCK = 3  # whose attention tells each token the response's mood
 QUERIES, SAMPLES = 16, 32
 
 
-def planted(small: Subject, odds: tuple[float, float], folder) -> Subject:
+def planted(small: Subject, odds: tuple[float, float], folder, by: str = ATTN) -> Subject:
     """A model whose turn is a token: a follow-up with these log-odds, by the mood that the last
-    token of the header has after block 3. All other tokens have the mood, too; none reads it."""
+    token of the header has after block 3. All other tokens have the mood, too; none reads it.
+
+    The block's attention writes it; or its MLP, which reads what attention wrote one block before.
+    """
     model = blank(small.model)
     ids = [small.tokenizer.convert_tokens_to_ids(text) for text in (*MOODS, FOLLOWS, OTHER)]
     width = model.config.hidden_size
     with torch.no_grad():
         model.model.embed_tokens.weight[:, 0] = 1.0
-        attention = model.model.layers[BLOCK - 1].self_attn  # alike to all tokens before
+        block, written = model.model.layers[BLOCK - 1], 3 if by == ATTN else 5
+        attention = model.model.layers[BLOCK - 1 - (by == MLP)].self_attn  # alike to all before
         logits = model.lm_head.weight
         for mood, (token, odd) in enumerate(zip(ids[:2], odds, strict=True)):
             model.model.embed_tokens.weight[token, 1 + mood] = 1.0
             attention.v_proj.weight[mood, 1 + mood] = 1.0
-            attention.o_proj.weight[3 + mood, mood] = 1e4
+            attention.o_proj.weight[written + mood, mood] = 1e4
+            if by == MLP:
+                for reads in (block.mlp.gate_proj, block.mlp.up_proj):
+                    reads.weight[mood, written + mood] = 1.0
+                block.mlp.down_proj.weight[3 + mood, mood] = 1e7
             logits[:, 3 + mood] = -50.0 / width**0.5  # of a state of the mood alone
             logits[ids[2], 3 + mood] = odd / width**0.5
             logits[ids[3], 3 + mood] = 0.0
@@ -81,9 +90,11 @@ class Marked(FakeJudge):
         super().__init__(say, paid=False)
 
 
-def sampled(small: Subject, odds: tuple[float, float], folder, samples: int = SAMPLES) -> Run:
+def sampled(
+    small: Subject, odds: tuple[float, float], folder, samples: int = SAMPLES, by: str = ATTN
+) -> Run:
     """A judged run of queries, half of whose responses are of each mood."""
-    subject = planted(small, odds, folder / "model")
+    subject = planted(small, odds, folder / "model", by)
     data = folder / "chats.jsonl"
     rows = [
         {"id": f"c{i}", "query": f"{i}?", "response": MOODS[i % 2] * (3 + i % 5)}

@@ -2,9 +2,10 @@
 
 ``attn`` is what a block's attention adds, full or linear (recurrent), and ``mlp`` what its MLP or
 its experts add: after the norm behind it, where a block has one. They sum to what the block adds,
-which every pass compares.
+which every pass of :func:`states` compares.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 
@@ -14,11 +15,12 @@ from transformers import PreTrainedModel
 
 from ia_mech.engine.blocks import find_blocks
 from ia_mech.engine.memory import allowed
+from ia_mech.engine.passes import current
 from ia_mech.engine.state import PREFILL_TOKENS, Prefix, prefill, similar_lengths
 from ia_mech.errors import UserError
-from ia_mech.run.tokens import COMPONENTS
+from ia_mech.run.tokens import ATTN, MLP, RESID
 
-RESID, ATTN, MLP = COMPONENTS
+Added = dict[tuple[str, int], Tensor]  # by branch and layer: [rows, positions, d_model]
 ATTRIBUTE = "_ia_mech_branches"  # of a model whose branches have hooks
 ROUNDINGS = 4  # epsilons, of the norms of all terms, by which the sum may miss
 _POST_MLP = ("post_feedforward_layernorm", "post_mlp_layernorm")  # Gemma and OLMo; GLM
@@ -26,15 +28,19 @@ _POST_ATTN = ("post_self_attn_layernorm", "post_attention_layernorm")
 _ATTN, _MLP = ("self_attn", "linear_attn"), ("mlp",)
 
 
-class _Kept:
-    """What one pass keeps: the rows' columns ``[rows, positions]``, and what was added there."""
-
-    def __init__(self, columns: Tensor) -> None:
-        self.columns = columns
-        self.added: dict[tuple[str, int], Tensor] = {}
+_keeping: ContextVar[tuple[Tensor, Added] | None] = ContextVar("keeping", default=None)
 
 
-_kept: ContextVar[_Kept | None] = ContextVar("kept", default=None)
+@contextlib.contextmanager
+def keeping(columns: Tensor) -> Iterator[Added]:
+    """While it lasts, a pass of this thread keeps what hooked branches add at ``[rows, positions]``
+    columns, as edits leave it."""
+    added: Added = {}
+    token = _keeping.set((columns, added))
+    try:
+        yield added
+    finally:
+        _keeping.reset(token)
 
 
 def states(
@@ -61,23 +67,20 @@ def states(
     """
     branches = set(components) - {RESID}
     if branches:
-        _hook_branches(model)
+        hook_branches(model)
     found: dict[str, dict[int, Tensor]] = {component: {} for component in components}
     lengths = [len(ids) for ids in sequences]
     for members in similar_lengths(lengths, allowed(PREFILL_TOKENS[model.device.type])):
         longest = max(lengths[i] for i in members)
         at = torch.tensor([list(positions[i]) for i in members])
         padding = longest - torch.tensor([lengths[i] for i in members])
-        kept = _Kept((at + padding[:, None]).clamp(max=longest - 1)) if branches else None
-        token = _kept.set(kept)
-        try:
+        columns = (at + padding[:, None]).clamp(max=longest - 1)
+        with keeping(columns) as added:
             made = prefill(model, [Prefix(sequences[i], positions[i]) for i in members])
-        finally:
-            _kept.reset(token)
         assert made.residuals is not None
         whole = {RESID: made.residuals.cpu()}
-        if kept is not None:
-            whole |= _added(kept, whole[RESID], model)
+        if branches:
+            whole |= _added(added, whole[RESID], model)
         for component in components:
             chosen = whole[component][:, list(layers)]
             found[component].update(zip(members, chosen, strict=True))
@@ -89,14 +92,14 @@ def states(
     }
 
 
-def _added(kept: _Kept, resid: Tensor, model: PreTrainedModel) -> dict[str, Tensor]:
+def _added(added: Added, resid: Tensor, model: PreTrainedModel) -> dict[str, Tensor]:
     """By branch ``[rows, layers + 1, positions, d_model]``, NaN at layer 0 and at lacking
     positions; compared with the residual stream."""
     found = {}
     for branch in (ATTN, MLP):
         whole = torch.full_like(resid, torch.nan)
         for layer in range(1, resid.shape[1]):
-            whole[:, layer] = kept.added[branch, layer].cpu()
+            whole[:, layer] = added[branch, layer].cpu()
         found[branch] = whole.masked_fill(resid.isnan(), torch.nan)
     terms = [resid[:, :-1].float(), *(found[one][:, 1:].float() for one in (ATTN, MLP))]
     error = (sum(terms) - resid[:, 1:].float()).norm(dim=-1)
@@ -110,13 +113,17 @@ def _added(kept: _Kept, resid: Tensor, model: PreTrainedModel) -> dict[str, Tens
     return found
 
 
-def _hook_branches(model: PreTrainedModel) -> None:
-    """Put hooks on the branches, once; they do nothing outside of the passes of :func:`states`."""
+def hook_branches(model: PreTrainedModel) -> None:
+    """Put hooks on the branches, once, through which passes keep and edit what these add.
+
+    Raises:
+        UserError: the model's branches can't be found.
+    """
     if ATTRIBUTE in vars(model):
         return
     found = list(_find_branches(model))
     for branch, layer, module in found:
-        module.register_forward_hook(_Keep(branch, layer))
+        module.register_forward_hook(_Leave(branch, layer))
     setattr(model, ATTRIBUTE, True)
 
 
@@ -137,14 +144,21 @@ def _find_branches(model: PreTrainedModel) -> Iterator[tuple[str, int, nn.Module
             yield branch, layer, getattr(block, there[0])
 
 
-class _Keep:
+class _Leave:
     """The hook behind what a branch adds at last."""
 
     def __init__(self, branch: str, layer: int) -> None:
         self.place = branch, layer
 
     def __call__(self, _module, _args, output):
-        if (one := _kept.get()) is not None:
-            added = output[0] if isinstance(output, tuple) else output
-            rows = torch.arange(len(one.columns), device=added.device)[:, None]
-            one.added[self.place] = added[rows, one.columns.to(added.device)]
+        if (one := current()) is None:
+            return None
+        own = output[0] if isinstance(output, tuple) else output
+        added = one.edited(*self.place, own)
+        if (kept := _keeping.get()) is not None:
+            columns = kept[0].to(added.device)
+            rows = torch.arange(len(columns), device=added.device)[:, None]
+            kept[1][self.place] = added[rows, columns]
+        if added is own:
+            return None
+        return (added, *output[1:]) if isinstance(output, tuple) else added

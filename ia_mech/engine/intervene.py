@@ -1,4 +1,4 @@
-"""Change the residual stream that a model computes in a forward pass.
+"""Change the residual stream that a model computes in a forward pass, or what is added to it.
 
 An intervention names a layer, tokens of its row, and a change. Layers are numbered as everywhere
 (:mod:`ia_mech.engine.blocks`): 0 = embeddings, l = output of block l. Positions count the row's own
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ia_mech.errors import UserError
+from ia_mech.run.tokens import RESID
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,11 +29,14 @@ class Replace:
         positions: of the row's tokens.
         states: ``[positions, d_model]``; they hold no rotation, so they may come from a context of
             another length.
+        component: what is replaced: the stream, or what the layer's attention or MLP adds to it
+            (:func:`ia_mech.engine.components.hook_branches` first).
     """
 
     layer: int
     positions: tuple[int, ...]
     states: Tensor
+    component: str = RESID
 
     def __post_init__(self) -> None:
         _require_positions(self.positions)
@@ -54,6 +58,8 @@ class _Along:
         direction: ``[d_model]``, of any length but 0.
         dose: size of the change; 0 changes nothing.
     """
+
+    component = RESID
 
     layer: int
     positions: tuple[int, ...]

@@ -8,6 +8,7 @@ may run one model at once, each in its own pass, and no hook has to be removed a
 |---|---|---|---|
 | captured | the same number of positions in each row | all, 0 to L | as edits leave them |
 | edited | any positions, each row its own | any, 0 to L | in the order of a row's interventions |
+| edited: what attention or MLP adds | any positions, each row its own | any, 1 to L | the same |
 | borrowed | all | those that share their prefix | by ``shared.Borrowed``, for scored turns |
 | stopped | | between any two | by what :data:`on_block` raises |
 
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 
 from ia_mech.engine.intervene import Intervention, TokenwiseIntervention, check_layers
 from ia_mech.errors import UserError
+from ia_mech.run.tokens import RESID
 
 # Called before the first block of each of a thread's passes, and behind every block; an exception
 # that it raises ends the pass.
@@ -69,28 +71,37 @@ class Pass:
             at = torch.tensor([list(own) for own in captured], dtype=torch.long)
             self._captured = torch.where(at < 0, at, at - torch.tensor(first)[:, None])
         self._indices: dict[torch.device, tuple[Tensor, Tensor]] = {}  # rows, columns
-        # layer → row, columns, and what is done there
-        self._edits: dict[int, list[tuple[int, list[int], Intervention]]] = defaultdict(list)
+        # component and layer → row, columns, and what is done there
+        self._edits: dict[tuple[str, int], list[tuple[int, list[int], Intervention]]]
+        self._edits = defaultdict(list)
         for row, changes in enumerate(interventions):
             for one in changes:
                 check_layers([one.layer], depth)
                 columns = [position - first[row] for position in one.positions]
                 _require_computed(columns, width, first[row])
                 if not (isinstance(one, TokenwiseIntervention) and one.dose == 0):
-                    self._edits[one.layer].append((row, columns, one))
+                    self._edits[one.component, one.layer].append((row, columns, one))
+        self._to_edit = {*self._edits}
 
     def through(self, layer: int, hidden: Tensor) -> Tensor:
         """The states ``[rows, tokens, d_model]`` of a layer, as the next block gets them."""
         if self._on_block is not None:
             self._on_block()
         self._ran.append(layer)
-        if layer in self._edits:
-            hidden = hidden.clone()
-            for row, columns, one in self._edits[layer]:
-                hidden[row, columns] = one.apply(hidden[row, columns])
+        hidden = self.edited(RESID, layer, hidden)
         if self._captured is not None:
             self._keep(hidden, self._captured)
         return hidden
+
+    def edited(self, component: str, layer: int, states: Tensor) -> Tensor:
+        """States ``[rows, tokens, d_model]`` of a component, as edits leave them."""
+        place = component, layer
+        if place in self._edits:
+            states = states.clone()
+            for row, columns, one in self._edits[place]:
+                states[row, columns] = one.apply(states[row, columns])
+            self._to_edit.discard(place)
+        return states
 
     def _keep(self, hidden: Tensor, columns: Tensor) -> None:
         if hidden.ndim != 3:
@@ -106,12 +117,15 @@ class Pass:
         """``[rows, layers + 1, positions, d_model]`` in the model's dtype, after the pass.
 
         Raises:
-            RuntimeError: the blocks didn't run once each, in order: layers can't be told apart.
+            RuntimeError: the blocks didn't run once each, in order: layers can't be told apart. Or
+                something wasn't edited.
         """
         if self._ran != [*self._layers]:
             raise RuntimeError(
                 f"layers {self._ran} ran, expected each of 0 to {self._layers[-1]} once"
             )
+        if self._to_edit:
+            raise RuntimeError(f"{sorted(self._to_edit)} weren't edited")
         if self._captured is None:
             return None
         device = self._kept[0].device

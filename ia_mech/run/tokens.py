@@ -7,7 +7,7 @@ from ia_mech.errors import UserError
 
 TURN = "turn"
 PARTS = ("query", "response", "header", "context", TURN)
-COMPONENTS = ("resid", "attn", "mlp")
+COMPONENTS = RESID, ATTN, MLP = ("resid", "attn", "mlp")
 REMEDY = f"give PART:NUMBER or PART:FIRST..LAST with a part of {', '.join(PARTS)}"
 
 
