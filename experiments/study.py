@@ -162,7 +162,7 @@ def stages(args: argparse.Namespace) -> list[Stage]:
         found.append(Stage("mass by layer", "experiments.interchange", words, True, BY_LAYER))
         found.append(Stage("elicit", "experiments.elicit", [run], result="elicit"))
     if args.wording:
-        found.append(Stage("reaction", "experiments.reaction", [run], result="reaction"))
+        found.append(Stage("reaction", "experiments.reaction", [run], True, "reaction"))
     if not args.quick and args.queries >= PROBED:
         for target in ("rate", "latent"):
             words, result = [run, "--target", target], f"probe-{target}-{{judge}}"
