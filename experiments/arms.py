@@ -159,25 +159,23 @@ def sample_arm(of: "Loaded", arm: Arm, folder: Path) -> Run:
     folder.mkdir(parents=True, exist_ok=True)
     if not same:
         integrity.replace_file(file, write)
-    changes, steered = {}, {}
-    if vector := arm.settings.get("intervention"):
-        changes["intervention"] = str(vector)
-        # The vector itself, not its file's name, tells runs apart.
-        steered["intervention"] = SteeringVector.load(vector).sha256
+    changes, vector = dict(arm.settings), None
+    if file_of_vector := arm.settings.get("intervention"):
+        changes["intervention"] = str(file_of_vector)
+        vector = SteeringVector.load(file_of_vector).sha256  # not its file's name, tells runs apart
     settings = Settings(
         **{name: first.settings[name] for name in SHARED}
         | {"model": model.name, "adapter": model.adapter, "dataset": str(file), "limit": None}
         | {"response": "given", "header_logits": "none", "positions": POSITIONS}
-        | dict(arm.settings)
         | changes
     )
     if (out / layout.RUN).is_file():
         there = Run.open(out)
-        wanted = {"settings": settings.to_dict(), **steered}
+        wanted = {"settings": settings.to_dict(), "intervention": vector}
         kept = {"settings": there.settings | {"dataset": str(file)}}
+        kept["intervention"] = there.record["identity"]["intervention"]
         if there.model["weights_hash"] == first.model["weights_hash"]:  # wherever they are
             kept["settings"] |= {"model": model.name, "adapter": model.adapter}
-        kept |= {name: there.record["identity"].get(name) for name in steered}
         if there.complete and without_folders(kept) == without_folders(wanted):
             return there
     used, contexts = of.team, len(arm.conversations)

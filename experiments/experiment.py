@@ -92,6 +92,7 @@ class Experiment(ABC):
         mixed: runs that were decoded in different ways may be given together.
         queries_used: how many queries at most, drawn by ``--seed``; None for all. If it is given,
             so is ``--queries``.
+        given: how ``--help`` calls what is given, and what reads the folder of each.
         columns: what estimates are of: column → dtype.
 
     Attributes:
@@ -110,6 +111,7 @@ class Experiment(ABC):
     several_models: ClassVar[bool] = False
     mixed: ClassVar[bool] = False
     queries_used: ClassVar[int | None] = None
+    given: ClassVar[tuple[str, Callable[[str], Path]]] = "RUN", run_folder
     columns: ClassVar[Mapping[str, str]] = {
         "dataset": "str",
         "temperature": "float64",
@@ -319,18 +321,17 @@ class Experiment(ABC):
     @classmethod
     def build_parser(cls) -> argparse.ArgumentParser:
         name, file = cls.folder_name(), Path(inspect.getfile(cls)).resolve()
+        run, kind = cls.given
         parser = Parser(
             prog=f"ia-mech {name}"
             if file.parent == Path(__file__).resolve().parent
             else f"python {file.name}",
-            usage="%(prog)s RUN [RUN …] [options]",
+            usage=f"%(prog)s {run} [{run} …] [options]",
             description=cls.help(),
             epilog=f"Numbers go to RUN/results/{name}/, new turns to RUN-{name}/ beside RUN.\n"
             "If it is interrupted, the same command goes on. Intervals are over queries.",
         )
-        parser.add_argument(
-            "runs", nargs="+", type=run_folder, metavar="RUN", help="a run's folder"
-        )
+        parser.add_argument("runs", nargs="+", type=kind, metavar=run, help="its folder")
         if cls.judged:
             parser.add_argument("--judge", metavar="NAME", help=JUDGE_HELP)
         if cls.queries_used is not None:

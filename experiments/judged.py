@@ -6,9 +6,10 @@ queries have several responses (``siblings``), what counts is the excess: the ra
 same turns after siblings. ``docs/worked_arm.py`` is one to begin from.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import product
 from typing import Any, ClassVar
 
 import numpy as np
@@ -46,6 +47,7 @@ class Arms(Experiment):
     Class attributes:
         by: the columns that name an arm.
         less: words → what differs in the name of the arm that is subtracted.
+        shares: quantities of which each value is a share of turns, or a turn's 0 or 1.
         unperturbed: the judge is shown turns after the responses as they were before a change.
         controls: terms that the sentence leaves to the control.
         title, legend, more: of the table of rates, the legend's last sentences, further columns.
@@ -55,6 +57,7 @@ class Arms(Experiment):
     judged = True
     by: ClassVar[Sequence[str]] = ("temperature", "term")
     less: ClassVar[Mapping[str, Mapping[str, Any]]] = {"minus unchanged": {"term": UNCHANGED}}
+    shares: ClassVar[Sequence[str]] = SHARES
     unperturbed: ClassVar[bool] = False
     controls: ClassVar[Sequence[str]] = ()
     title: ClassVar[str] = "follow-ups by the judge"
@@ -108,17 +111,40 @@ class Arms(Experiment):
         self,
         rows: pd.DataFrame,
         bounds: Mapping[str, tuple[float, float]],
-        by: Sequence[str] | None = None,
+        by: Sequence[str] = (),
     ) -> list[TidyEstimate]:
-        """Means of quantities, which have these bounds, and their differences: of all datasets
-        together and, if there are several, of each; Holm-corrected by :meth:`family`."""
-        by = list(by or self.by)
-        rows = rows.sort_values(by[:-1], kind="stable")
-        groups, found = dict(by_dataset(rows)), list[TidyEstimate]()
+        """Means of arms, and their differences from others, paired by query: of all datasets
+        together and, if there are several, of each; Holm-corrected by :meth:`family`.
+
+        Args:
+            rows: ``source``, ``dataset``, the columns that name an arm, and values of quantities.
+            bounds: quantity → its bounds. One without values is left out. A difference, named as in
+                ``less``, is called ``quantity, words``. No arm is subtracted from itself.
+            by: the columns that name an arm, if not those of the class.
+        """
+        columns, found, level = list(by or self.by), list[TidyEstimate](), self.args.level
+        rows = rows.sort_values(list(rows[columns].select_dtypes("number")), kind="stable")
+        groups = dict(by_dataset(rows))
         groups = groups if len(groups) > 1 else {ALL: np.ones(len(rows), dtype=bool)}
         for dataset, here in groups.items():
-            what = rows[here], by, bounds, self.less, self.options, SHARES, dataset
-            found += arm_estimates(*what)
+            group = Group(np.array([]), self.options, {"dataset": dataset})
+            arms = dict(list(rows[here].groupby(columns, sort=False)))
+            for (key, own), quantity in product(arms.items(), bounds):
+                if quantity not in own or own[quantity].isna().all():
+                    continue
+                names, (least, most) = dict(zip(columns, key, strict=True)), bounds[quantity]
+                values, sources = own[quantity], own["source"]
+                share = quantity in self.shares
+                mean = cluster_mean(values, sources, proportion=share, level=level)
+                counted = int(values.notna().sum())
+                found.append(group.row(quantity, mean.clip(least, most), counted, **names))
+                for words, other in self.less.items():
+                    base = arms.get(tuple((names | dict(other))[name] for name in columns))
+                    if base is not None and base is not own:
+                        pair = values, sources, base[quantity], base["source"]
+                        row = paired_row(group, f"{quantity}, {words}", *pair, **names)
+                        less = row.estimate.clip(least - most, most - least)
+                        found.append(replace(row, estimate=less))
         return holm_corrected(found, self.family)
 
     def best_of(
@@ -203,45 +229,3 @@ class Arms(Experiment):
         }
         control = " ".join([*(said.pop(term, "") for term in self.controls), f"{self.gate.short}."])
         return Conclusion(" ".join(said.values()), control)
-
-
-def arm_estimates(
-    rows: pd.DataFrame,
-    by: Sequence[str],
-    bounds: Mapping[str, tuple[float, float]],
-    less: Mapping[str, Mapping[str, Any]],
-    options: dict[str, Any],
-    shares: Sequence[str] = SHARES,
-    dataset: str = ALL,
-) -> Iterator[TidyEstimate]:
-    """Means of arms, and their differences from others, paired by query.
-
-    Args:
-        rows: ``source``, the columns that name an arm, and values of quantities.
-        by: the columns that name an arm.
-        bounds: quantity → its bounds. One without values is left out.
-        less: words → what differs in the name of the arm that is subtracted; the difference is
-            called ``quantity, words``. No arm is subtracted from itself.
-        options: ``level``, ``resamples`` and ``seed``.
-        shares: quantities of which each value is a share of turns, or a turn's 0 or 1.
-        dataset: that the rows are of.
-    """
-    group = Group(np.array([]), options, {"dataset": dataset})
-    arms = dict(list(rows.groupby(list(by), sort=False)))
-    for key, own in arms.items():
-        names = dict(zip(by, key, strict=True))
-        others = {
-            words: arms.get(tuple((names | dict(other))[name] for name in by))
-            for words, other in less.items()
-        }
-        for quantity in (one for one in bounds if one in own and own[one].notna().any()):
-            values, sources, (least, most) = own[quantity], own["source"], bounds[quantity]
-            how = {"proportion": quantity in shares, "level": options["level"]}
-            mean = cluster_mean(values, sources, **how)
-            yield group.row(quantity, mean.clip(least, most), int(values.notna().sum()), **names)
-            for words, base in others.items():
-                if base is not None and base is not own:
-                    pair = values, sources, base[quantity], base["source"]
-                    row = paired_row(group, f"{quantity}, {words}", *pair, **names)
-                    estimate = row.estimate.clip(least - most, most - least)
-                    yield replace(row, estimate=estimate)

@@ -72,7 +72,6 @@ if TYPE_CHECKING:  # these load torch
 CARD, SEQUENCES, HELD_OUT = "post_training.json", "sequences.parquet", "held-out.jsonl"
 BEFORE, AFTER, CHANGE = "before", "after", "change"
 SIDES = (BEFORE, AFTER)
-STOCK, ENDED = "stock trigrams", "ended by turn-end"
 INFORMATION, EVIDENCE = "I_K, bits", "evidence, bits"
 TOLD = "what turns tell about their response"
 LOG = "log.jsonl"
@@ -470,27 +469,22 @@ class Compare(Arms):
             INFORMATION: rows[INFORMATION].where(by_writer),
             EVIDENCE: rows[EVIDENCE].where(by_first),
         }
-        texts = [text_measures(of).assign(term=side) for side, of in self.sides.items()]
         bounds = BOUNDS | {INFORMATION: (0.0, most), EVIDENCE: (-np.inf, most)}
-        bounds |= dict.fromkeys((STOCK, ENDED), (0.0, 1.0))
-        every = [rows.assign(**bits), super().rows(), *texts]
+        every = [rows.assign(**bits), super().rows()]
         return self.compare(pd.concat(every, ignore_index=True), bounds)
 
     # -- what is shown ----------------------------------------------------------------------------
 
     def tables(self, found: pd.DataFrame) -> list[Table]:
-        def table(title: str, one: str, other: str, legend: str) -> list[Table]:
-            columns = self.columns_of(one, one) | self.columns_of(other, other)
-            return tables_of(title, found, columns, index=("dataset", *self.by), legend=legend)
-
-        told = f"{TOLD} ({self.intervals})"
-        legend = (
-            "I_K: by the likelihoods of the model that wrote the turns; evidence: by those of the "
-            "model before training, a lower bound. Changes are paired by query."
+        told = tables_of(
+            f"{TOLD} ({self.intervals})",
+            found,
+            self.columns_of(INFORMATION, INFORMATION) | self.columns_of(EVIDENCE, EVIDENCE),
+            index=("dataset", *self.by),
+            legend="I_K: by the likelihoods of the model that wrote the turns; evidence: by those "
+            "of the model before training, a lower bound. Changes are paired by query.",
         )
-        made = table(told, INFORMATION, EVIDENCE, legend) + super().tables(found)
-        stock = f"{STOCK}: share of a turn's runs of three words that other queries' turns have."
-        return made + table("user turns", STOCK, ENDED, stock)
+        return told + super().tables(found)
 
     def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
         rows = found[found["quantity"].isin([INFORMATION, EVIDENCE])]
@@ -512,31 +506,6 @@ class Compare(Arms):
                 most=1,
             ),
         )
-
-
-def text_measures(queries: Sequence[Query]) -> pd.DataFrame:
-    """A row per turn of a model: whether the turn ended, and its share of stock trigrams."""
-    turns = pd.concat([query.turns for query in queries], ignore_index=True)
-    turns[ENDED] = (turns["finish_reason"] == "turn_end").astype(float)
-    for _, at in turns.groupby("temperature"):
-        turns.loc[at.index, STOCK] = stock_phrases(at["text"].tolist(), at["source"].tolist())
-    return turns[["dataset", "source", "temperature", STOCK, ENDED]]
-
-
-def stock_phrases(turns: Sequence[str], sources: Sequence[str]) -> list[float]:
-    """For each turn, the share of its word trigrams that turns after other queries have, too.
-
-    The share is high for generic questions, and rises as a model's turns lose their diversity.
-    """
-    trigrams = []
-    for turn in turns:
-        words = re.findall(r"\w+", turn.lower())
-        trigrams.append(list(zip(words, words[1:], words[2:], strict=False)))
-    where = defaultdict(set)
-    for own, source in zip(trigrams, sources, strict=True):
-        for one in own:
-            where[one].add(source)
-    return [sum(len(where[one]) > 1 for one in own) / max(len(own), 1) for own in trigrams]
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -3,10 +3,10 @@
 Every turn is scored after each of the K responses to its query. The more one response stands out by
 the turn's likelihood, the more bits the turn tells about which response it followed; no judge is
 needed. The mean is I_K, the mutual information of turn and response given the query, at most log2
-K. The sentence is about complete responses alone, since a turn also tells whether a response is
-unfinished. The control is the same number for K wordings of one response, which the model writes
-itself: what different responses have beyond that is content. One fixed reader of all turns measures
-whether greedy turns tell as much as sampled ones.
+K. Unfinished responses are left out: a turn after one may go on with its text, which tells the
+response without reacting to it. The control is the same number for K wordings of one response,
+which the model writes itself: what different responses have beyond that is content. One fixed
+reader of all turns measures whether greedy turns tell as much as sampled ones.
 
 Needs: runs with several responses per query, better eight than four. Cost: sampling a third of the
 runs again for the control, and a second or two per turn to score on a CPU (135M).
@@ -19,6 +19,7 @@ runs again for the control, and a second or two per turn to score on a CPU (135M
 import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain, combinations
 from typing import Any
@@ -51,7 +52,7 @@ from ia_mech.run.labels import KEY
 from ia_mech.run.queries import Query, exchange, queries_of, subsample
 from ia_mech.run.sources import split_source
 
-# What an estimate is of: the runs' responses, those that are finished, or the control.
+# What an estimate is of: the runs' finished responses, or the control.
 ALTERNATIVES, COMPLETE = "alternatives", "complete responses"
 WORDINGS, REWORDED = "wordings of one response", "other_wording"  # the arm, its perturbation
 INFORMATION, SAME_QUERIES = "I_K, bits", "I_K on the same queries, bits"
@@ -150,13 +151,21 @@ def with_bits(queries: Sequence[Query], rows: pd.DataFrame) -> pd.DataFrame:
     return turns.join(pd.DataFrame(bits, index=sampled.index))
 
 
-def information_of(
-    turns: pd.DataFrame, size: int, among: Mapping[str, Sequence[int]] | None = None
-) -> pd.Series:
+def information_of(turns: pd.DataFrame, size: int) -> pd.Series:
     """I_K′ by query (:func:`ia_mech.likelihood.reaction.information`)."""
     whole = np.stack(turns["whole"].tolist())
-    found = information(whole, turns["followed"], turns["source"], among, size)
+    found = information(whole, turns["followed"], turns["source"], size)
     return pd.Series(found, dtype=float)
+
+
+def finished(query: Query, count: int) -> Query:
+    """The query with its first ``count`` finished responses, and the turns after these."""
+    kept = np.flatnonzero(query.complete)[:count].tolist()
+    turns = query.turns[query.turns["followed"].isin(kept)].reset_index(drop=True)
+    contexts = query.contexts.iloc[kept].reset_index(drop=True)
+    return replace(
+        query, contexts=contexts, turns=turns.assign(followed=turns["followed"].map(kept.index))
+    )
 
 
 # -- the experiment --------------------------------------------------------------------------------
@@ -177,13 +186,21 @@ class Reaction(Experiment):
     def read(self) -> None:
         from ia_mech.engine.sampling import stream_key
 
-        args = self.args
-        count = max(len(query.contexts) for query in self.queries)
-        self.used = [query for query in self.queries if len(query.contexts) == count]
+        counts = sorted((sum(query.complete) for query in self.queries), reverse=True)
+        self.count = count = counts[(len(counts) - 1) // 2]  # that half of the queries have
+        if count < 2:
+            raise UserError(
+                f"{sum(counts)} of {sum(len(query.complete) for query in self.queries)} responses "
+                "are finished, too few to tell two to a query apart",
+                "sample with a larger --max-response-tokens",
+            )
+        enough = [query for query in self.queries if sum(query.complete) >= count]
+        self.used = [finished(query, count) for query in enough]
+        self.size = min(MOST_RESPONSES, count)
         if fewer := len(self.queries) - len(self.used):
             self.notes.append(
-                f"{fewer} of {len(self.queries)} queries have fewer than {count} responses and are "
-                "left out."
+                f"{fewer} of {len(self.queries)} queries have fewer than {count} finished "
+                "responses and are left out."
             )
         if all(len({*query.responses}) == 1 for query in self.used):
             raise UserError(
@@ -200,30 +217,14 @@ class Reaction(Experiment):
                 f"is scored on others, which takes {LEAST_QUERIES}",
                 "sample more queries",
             )
-        self.size, self.compared = compared_responses(self.used, MOST_RESPONSES)
-        if not self.only_complete:
-            self.notes.append(
-                "Too few queries have two complete responses: the headline is of all, and a turn "
-                "can tell that one is unfinished."
-            )
-
-        first = {q.source for q in subsample(self.queries, MOST_CONTROLLED, args.seed)}
-        enough = {source for source, some in self.compared.items() if len(some) >= self.size}
-        self.controlled = [query for query in self.used if query.source in first & enough]
+        self.controlled = subsample(self.used, MOST_CONTROLLED, self.args.seed)
         self.wordings: dict[str, list[str]] = {}
         self.reworded = {}
         for query in self.controlled:
-            rng = np.random.default_rng([*stream_key(args.seed, query.source, 0), 1])
-            self.reworded[query.source] = int(rng.choice(self.compared[query.source]))
-
-    @property
-    def only_complete(self) -> bool:
-        """Whether the headline is of complete responses alone."""
-        return all(query.complete[k] for query in self.used for k in self.compared[query.source])
+            rng = np.random.default_rng([*stream_key(self.args.seed, query.source, 0), 1])
+            self.reworded[query.source] = int(rng.choice(count))
 
     def arms(self) -> Mapping[str, Arm]:
-        if not self.reworded:
-            return {}
         asked, longest = [], 0
         for query in self.controlled:
             k = self.reworded[query.source]
@@ -243,8 +244,8 @@ class Reaction(Experiment):
         return {REQUESTED: Arm(asked, changes, turns=SURPLUS * self.size)}
 
     def plan(self) -> dict[str, str]:
-        most = f"at most {len(self.reworded) * self.size} conversations to sample"
-        return super().plan() | ({WORDINGS: most} if self.reworded else {})
+        most = f"at most {len(self.controlled) * self.size} conversations to sample"
+        return super().plan() | {WORDINGS: most}
 
     # -- what is measured -------------------------------------------------------------------------
 
@@ -260,23 +261,22 @@ class Reaction(Experiment):
         return [unit_of(arm, one, one.turns) for arm, queries in of_arms for one in queries]
 
     def rows(self) -> pd.DataFrame:
-        if REQUESTED in self.sampled:
-            run, wanted = self.sampled[REQUESTED], self.controlled
-            self.wordings = usable_wordings(run, self.reworded, wanted, self.size)
-            self.notes.append(
-                f"Of {len(wanted)} responses that the model was asked to write again in other "
-                f"words, {len(self.wordings)} have {self.size} wordings that end, are half to "
-                "twice as long, keep half of the content words and don't copy; the others have no "
-                "such control."
-            )
-            made = []  # turns after K′ wordings that stand as responses to each query
-            for query in wanted:
-                for index, text in enumerate(self.wordings.get(query.source, [])):
-                    messages = [*query.messages, {"role": "assistant", "content": text}]
-                    one = perturbed_conversation(query, REWORDED, messages)
-                    made.append(one.with_response_index(index))
-            if made:
-                self.sample(WORDINGS, Arm(made))
+        run, wanted = self.sampled[REQUESTED], self.controlled
+        self.wordings = usable_wordings(run, self.reworded, wanted, self.size)
+        self.notes.append(
+            f"Of {len(wanted)} responses that the model was asked to write again in other "
+            f"words, {len(self.wordings)} have {self.size} wordings that end, are half to "
+            "twice as long, keep half of the content words and don't copy; the others have no "
+            "such control."
+        )
+        made = []  # turns after K′ wordings that stand as responses to each query
+        for query in wanted:
+            for index, text in enumerate(self.wordings.get(query.source, [])):
+                messages = [*query.messages, {"role": "assistant", "content": text}]
+                one = perturbed_conversation(query, REWORDED, messages)
+                made.append(one.with_response_index(index))
+        if made:
+            self.sample(WORDINGS, Arm(made))
         return self.measure_units(self.units(), "scoring turns after each response")
 
     # -- what is estimated ------------------------------------------------------------------------
@@ -296,12 +296,12 @@ class Reaction(Experiment):
 
     def values_of_turns(self, arms: Mapping[str, pd.DataFrame]) -> Iterator[QueryValues]:
         """All values of the arms' turns (:func:`with_bits`), a temperature at a time."""
-        main, count = self.turns, len(self.used[0].contexts)
+        main, count, size = self.turns, self.count, self.size
 
         def mean(of: pd.DataFrame, values: Any) -> pd.Series:
             return mean_by_query(of, values, count)
 
-        most = {number: float(np.log2(number)) for number in (self.size, count)}
+        most = {number: float(np.log2(number)) for number in (size, count)}
         greedy = main[main["temperature"] == 0]
         greedy_bits = mean(greedy, greedy["readable_bits"])
         for temperature, turns in main.groupby("temperature"):
@@ -316,35 +316,23 @@ class Reaction(Experiment):
             yield QueryValues(GREEDY_DIFFERENCE, greedy_bits, names, baseline=readable)
             identified = mean(turns, turns["identified"])
             yield QueryValues("identified", identified, names, least=0, most=1)
-            for number, highest in most.items():
-                bits, labels = information_of(turns, number), names | {"responses": number}
-                yield QueryValues(INFORMATION, bits, labels, least=0, most=highest)
-            for term, bits, same in self.comparisons(arms, turns):
-                labels, highest = names | {"term": term, "responses": self.size}, most[self.size]
+            told = {number: information_of(turns, number) for number in most}
+            for number, bits in told.items():
+                labels = names | {"responses": number}
+                yield QueryValues(INFORMATION, bits, labels, least=0, most=most[number])
+            if WORDINGS in arms:
+                own = arms[WORDINGS]
+                bits = information_of(own[own["temperature"] == temperature], size)
+                same = told[size][bits.index]
+                labels, highest = names | {"term": WORDINGS, "responses": size}, most[size]
                 yield QueryValues(INFORMATION, bits, labels, least=0, most=highest)
                 yield QueryValues(SAME_QUERIES, same, labels, least=0, most=highest)
-                if term != COMPLETE:
-                    yield QueryValues(DIFFERENCE, same, labels, bits, least=-highest, most=highest)
+                yield QueryValues(DIFFERENCE, same, labels, bits, least=-highest, most=highest)
             for token in range(min(MOST_TOKENS, turns["bits_by_token"].map(len).max())):
                 # After a turn's end no token adds bits.
                 added = [one[token] if token < len(one) else 0.0 for one in turns["bits_by_token"]]
                 yield QueryValues("bits by token", mean(turns, added), names | {"token": token + 1})
             yield from self.values_of_copying(turns, names)
-
-    def comparisons(
-        self, arms: Mapping[str, pd.DataFrame], turns: pd.DataFrame
-    ) -> Iterator[tuple[str, pd.Series, pd.Series]]:
-        """Of complete responses and of the control at the temperature of ``turns``: the name, its
-        I_K′ by query, and that of all or of different responses to the same queries."""
-        size, compared = self.size, self.compared
-        if any(len(those) < len(self.used[0].contexts) for those in compared.values()):
-            bits = information_of(turns, size, compared)
-            yield COMPLETE, bits, information_of(turns, size)[bits.index]
-        if WORDINGS in arms:
-            own = arms[WORDINGS]
-            bits = information_of(own[own["temperature"] == turns["temperature"].iloc[0]], size)
-            same = {source: compared[str(source)] for source in bits.index}
-            yield WORDINGS, bits, information_of(turns, size, same)
 
     def values_of_copying(
         self, turns: pd.DataFrame, names: dict[str, Any]
@@ -368,12 +356,12 @@ class Reaction(Experiment):
             yield QueryValues(BEYOND, beyond, labels, least=-most)
 
     def values_of_wordings(self) -> Iterator[QueryValues]:
-        """How close wordings are to their response, and the headline's other responses to it."""
+        """How close wordings are to their response, and the other responses to it."""
         rows = []
         for query in self.used:
             if wordings := self.wordings.get(query.source):
                 k = self.reworded[query.source]
-                others = [query.responses[i] for i in self.compared[query.source] if i != k]
+                others = [text for i, text in enumerate(query.responses) if i != k]
                 for term, texts in ((WORDINGS, wordings), ("other responses", others)):
                     names = {"term": term, "source": query.source}
                     rows += [names | closeness(text, query.responses[k]) for text in texts]
@@ -385,29 +373,21 @@ class Reaction(Experiment):
                 yield QueryValues(quantity, values, {"term": term}, least=0, most=most)
 
     def data(self, rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
-        columns = [*KEY, "dataset", "source_id", "text", "followed", "finish_reason", "complete"]
+        columns = [*KEY, "dataset", "source_id", "text", "followed", "finish_reason"]
         columns += ["reaction_bits", "evidence", "identified", "readable_bits", "bits_by_token"]
-        complete = ~self.turns["response_unfinished"].astype(bool)
-        return {"turns": self.turns.assign(complete=complete)[columns]}
-
-    def headline(self, estimates: pd.DataFrame) -> pd.DataFrame:
-        """The estimates that the sentence is about, and beside them those of all responses."""
-        term = COMPLETE if COMPLETE in set(estimates["term"]) else ALTERNATIVES
-        mine = estimates["quantity"].isin([INFORMATION, SAME_QUERIES])
-        mine &= (estimates["term"] == term) & (estimates["responses"] == self.size)
-        return estimates[mine]
+        return {"turns": self.turns[columns]}
 
     def conclude(self, estimates: pd.DataFrame) -> Conclusion:
         wordings, size = estimates[estimates["term"] == WORDINGS], self.size
         told = sentence_of(
-            f"bits that a turn tells about which of {size} {self.kind_of_responses} it followed, "
-            f"at most {np.log2(size):.2f}",
-            only(self.headline(estimates), INFORMATION),
+            f"bits that a turn tells about which of {size} {COMPLETE} it followed, at most "
+            f"{np.log2(size):.2f}",
+            only(estimates, INFORMATION, term=ALTERNATIVES, responses=size),
         )
         greedy = self.tested(
             "bits that one fixed reader finds in greedy turns, minus those in sampled ones",
             only(estimates, GREEDY_DIFFERENCE),
-            most=float(np.log2(len(self.used[0].contexts))),
+            most=float(np.log2(self.count)),
         )
         beyond = self.tested(
             f"bits beyond those about {size} wordings of one response",
@@ -420,42 +400,23 @@ class Reaction(Experiment):
             "There is no control of wordings of one response: turns may tell the content of a "
             "response or only its wording."
         )
-        said = " ".join(filter(None, [self.cut_off, told, greedy]))
+        said = " ".join(filter(None, [told, greedy]))
         return Conclusion(said, f"{beyond} {kept}" if beyond else none)
 
-    @property
-    def cut_off(self) -> str:
-        """A warning if the headline is of responses of which most are unfinished."""
-        complete = [each for query in self.used for each in query.complete]
-        cut = complete.count(False)
-        if self.only_complete or cut <= len(complete) / 2:
-            return ""
-        return (
-            f"Reaction can't be assessed here: {cut} of {len(complete)} responses are unfinished. "
-            "A turn after an unfinished response may go on with its text, which tells which "
-            "response it was without reacting to it (sample with a larger --max-response-tokens)."
-        )
-
-    @property
-    def kind_of_responses(self) -> str:
-        return "complete responses" if self.only_complete else "responses"
-
     def tables(self, estimates: pd.DataFrame) -> list[Table]:
-        count, size = len(self.used[0].contexts), self.size
+        count, size = self.count, self.size
 
         table = partial(tables_of, index=("dataset", "temperature"), rows="queries")
-        head = self.headline(estimates)
-        both = SAME_QUERIES in set(head["quantity"])
+        of_all = estimates[estimates["term"] == ALTERNATIVES]
         made = table(
-            f"bits that a turn tells about which of {size} {self.kind_of_responses} it followed "
+            f"bits that a turn tells about which of {size} {COMPLETE} it followed "
             f"(at most {np.log2(size):.2f}; {self.intervals})",
-            head,
-            {INFORMATION: (self.kind_of_responses, 2), SAME_QUERIES: ("all responses", 2)},
-            legend="all responses: to the same queries, also unfinished ones." if both else "",
+            of_all[of_all["responses"] == size],
+            {INFORMATION: (COMPLETE, 2)},
         )
         made += table(
             f"bits about all {count} responses (at most {np.log2(count):.2f} bits)",
-            estimates[(estimates["term"] == ALTERNATIVES) & (estimates["responses"] == count)],
+            of_all[of_all["responses"] == count],
             {
                 INFORMATION: ("bits", 2),
                 READABLE: ("readable", 2),
@@ -474,7 +435,7 @@ class Reaction(Experiment):
             f"control: {size} {WORDINGS}",
             estimates[estimates["term"] == WORDINGS],
             {
-                SAME_QUERIES: (self.kind_of_responses, 2),
+                SAME_QUERIES: (COMPLETE, 2),
                 INFORMATION: (WORDINGS, 2),
                 DIFFERENCE: ("difference", "+.2f"),
             },
@@ -505,21 +466,6 @@ class Reaction(Experiment):
         words, rows = (f"{model} · bits by token", "token of the turn"), only(main, "bits by token")
         how: dict[str, Any] = {"across": "token", "by": "temperature", "levels": {"": 0.0}}
         return {"tokens": Lines(*words, "bits that it adds", rows, **how)}
-
-
-def compared_responses(queries: Sequence[Query], most: int) -> tuple[int, dict[str, list[int]]]:
-    """K′, and by source the responses to each query that turns are to tell apart.
-
-    These are the complete responses. K′ is the number of them that half of the queries have, up to
-    ``most``. Where it would be below two, unfinished responses count, too.
-    """
-    whole = {query.source: np.flatnonzero(query.complete).tolist() for query in queries}
-    counts = sorted(map(len, whole.values()), reverse=True)
-    size = min(most, counts[(len(counts) - 1) // 2])
-    if size >= 2:
-        return size, whole
-    count = len(queries[0].contexts)
-    return min(most, count), {source: list(range(count)) for source in whole}
 
 
 main = Reaction.main

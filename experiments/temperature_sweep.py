@@ -87,9 +87,9 @@ def leaving_point(turn: Any, greedy: Any) -> dict[str, float]:
     return {"token": at + 1.0, "rank": float(turn.ranks[at]), "gap": gap}
 
 
-def against_others(frame: pd.DataFrame, column: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """``[rows]`` values of a column, minus the mean of the turns of the same context and
-    temperature that aren't follow-ups; which of them are follow-ups; their sources.
+def against_others(frame: pd.DataFrame, column: str) -> tuple[np.ndarray, np.ndarray]:
+    """``[follow-ups]`` values of a column, minus the mean of the turns of the same context and
+    temperature that aren't follow-ups; and their sources.
 
     Contexts or temperatures with many follow-ups are so never compared with ones that have few.
     Contexts without both kinds of turns are left out.
@@ -99,8 +99,8 @@ def against_others(frame: pd.DataFrame, column: str) -> tuple[np.ndarray, np.nda
     kept = kept[(cells.transform("min") == 0) & (cells.transform("max") == 1)]
     others = kept[column].where(kept["follow_up"] == 0)
     mean = others.groupby([kept["context"], kept["temperature"]]).transform("mean")
-    values, follow_up = (kept[column] - mean).to_numpy(), (kept["follow_up"] == 1).to_numpy()
-    return values, follow_up, kept["source"].to_numpy()
+    more = (kept[column] - mean)[kept["follow_up"] == 1]
+    return more.to_numpy(), kept.loc[more.index, "source"].to_numpy()
 
 
 # -- the experiment --------------------------------------------------------------------------------
@@ -153,12 +153,6 @@ class TemperatureSweep(Experiment):
         self.log_p: dict[str, np.ndarray] = {}
         if lens := lens_of(self.runs[0], self.notes):
             self.log_p = lens_curves(self.runs, self.contexts, openings, lens)
-        opened = [of.sum() for of in (openings.follow_up, openings.restated)]
-        both = ((opened[0] > 0) & (opened[1] > 0)).sum()
-        self.notes.append(
-            f"number of tokens that opened sampled turns: {len(openings.ids)}, of which {both} "
-            f"opened both kinds; follow-ups: {opened[0].sum()}, repetitions: {opened[1].sum()}."
-        )
         sampled = self.turns[self.turns["follow_up"].notna() & (self.turns["temperature"] > 0)]
         greedy = {
             (str(run.path), row.context_id): row
@@ -322,18 +316,16 @@ def first_token_estimates(
     group: Group, first: dict[str, np.ndarray], temperatures: Sequence[float]
 ) -> Iterator[TidyEstimate]:
     """Of ``[contexts, temperatures]`` arrays, as :func:`first_token_curves` makes them."""
-    opened = first["follow_up"], first["restated"]
     for quantity, term, values, least, most in (
         ("first token's entropy", None, first["entropy"], 0, np.inf),
         (TOKENS, None, np.exp(first["entropy"]), 1, np.inf),
         ("mass on turn-end", None, first["turn_end"], 0, 1),
-        (MASS, "follow-ups' openings", opened[0], 0, 1),
-        (MASS, "repetitions' openings", opened[1], 0, 1),
-        (f"{MASS}, follow-ups minus repetitions", None, opened[0] - opened[1], -1, 1),
+        (MASS, "follow-ups' openings", first["follow_up"], 0, 1),
+        (MASS, "repetitions' openings", first["restated"], 0, 1),
     ):
-        how: dict[str, Any] = {"least": least, "most": most} | ({"term": term} if term else {})
+        names: dict[str, Any] = {"term": term, "least": least, "most": most}
         for t, column in zip(temperatures, values.T, strict=True):
-            yield group.mean(quantity, column, temperature=float(t), **how)
+            yield group.mean(quantity, column, temperature=float(t), **names)
 
 
 def depth_estimates(group: Group, turns: pd.DataFrame, **names: Any) -> Iterator[TidyEstimate]:
@@ -349,10 +341,9 @@ def depth_estimates(group: Group, turns: pd.DataFrame, **names: Any) -> Iterator
         for column, quantity in LEFT.items() if len(at) else ():
             yield own.median(quantity, at[column], term=term, **names)
     for term, rows in zip(OTHER_TURNS, (turns, turns[turns["category"] != GARBLED]), strict=True):
-        centred, follow_up, sources = against_others(rows, "gap")
-        if follow_up.any():
-            pair = centred[follow_up], sources[follow_up], centred[~follow_up], sources[~follow_up]
-            yield paired_row(group, DEEPER, *pair, term=term, **names)
+        more, sources = against_others(rows, "gap")
+        if len(more):
+            yield paired_row(group, DEEPER, more, sources, 0 * more, sources, term=term, **names)
 
 
 def lens_estimates(group: Group, log_p: dict[str, np.ndarray]) -> Iterator[TidyEstimate]:

@@ -18,6 +18,7 @@ from runs import sampled
 from shell import call, refusal
 from test_interchange import Marked, used  # noqa: F401 (a fixture)
 from test_learned_vector import run  # noqa: F401
+from test_reaction_experiment import folder as several  # noqa: F401
 from test_shards import WRITTEN
 from test_steering import folder, small  # noqa: F401
 from test_study import SETTINGS, SMALL, data  # noqa: F401
@@ -139,7 +140,7 @@ EXPERIMENTS = {
     learned_vector: ("run", ["--steps", "2", "--layers", "2"]),
     elicit: ("run", []),
     perturbations: ("run", ["--samples", "2"]),
-    reaction: ("run", []),
+    reaction: ("several", []),
     steering.main: ("folder", ["--probe", "{}/probe", "--kl", "0.01"]),
 }
 

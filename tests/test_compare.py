@@ -1,12 +1,13 @@
 """Categories of turns by query, which studies are compared by."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from experiments.compare import SHARE, after_which, category_shares, estimates
+from experiments.compare import SHARE, Compare, after_which, category_shares
 from ia_mech.judge.rubric import BUILT_IN, CANNOT_ASSESS, FOLLOW_UP
 from ia_mech.run.sources import sources_of
 
@@ -36,8 +37,9 @@ def test_the_mean_of_shares_of_queries_has_the_interval_of_a_mean():
     """Of 60 queries with 16 turns each: half of the turns are follow-ups, of every query alike."""
     shares = np.random.default_rng(0).binomial(16, 0.5, 60) / 16
     rows = pd.DataFrame({"source": [f"d/{n}" for n in range(60)], "value": shares})
-    numbers = {"a": rows.assign(quantity=SHARE, term=FOLLOW_UP, turns="sampled")}
-    (found,) = estimates(numbers)
+    names = {"quantity": SHARE, "term": FOLLOW_UP, "turns": "sampled", "model": "a", "dataset": "d"}
+    one = Compare([], Compare.build_parser().parse_args(["study"]), Path())
+    (found,) = one.estimate(rows.assign(**names))
     assert found.estimate.high - found.estimate.low < 5 * shares.std() / np.sqrt(60)  # not 13
 
 

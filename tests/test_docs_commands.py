@@ -33,7 +33,6 @@ NAMES = {  # what stands on a page → what this machine has
 SMALL = {  # what is added to a command; of a flag that is given twice the last counts
     "sample": "--limit 4 --max-new-tokens 6 --samples 1",
     "study": "--queries 4 --quick",
-    "reaction": "--queries 3 --resamples 100",
     "steering": "--queries 8 --resamples 100 --kl 0.001",
     "perturbations": "--conditions remove swap --queries 4 --samples 1",
     "annotate": "--n 8",
@@ -43,6 +42,7 @@ ELSEWHERE = {  # commands that need what tests don't have
     "annotate import": "a filled-in sheet; tests/test_judge_sheets.py",
     "enable_thinking": "a template that reads it; tests/test_thinking_run.py",
     "--results FOLDER": "a result; tests/test_report.py",
+    "ia-mech reaction": "finished responses; tests/test_reaction_experiment.py",
     "learned-vector": "hours; tests/test_learned_vector.py",
     "interchange": "hours; tests/test_interchange.py",
     "compare cache": "two finished studies; tests/test_study.py",

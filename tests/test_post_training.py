@@ -122,15 +122,6 @@ def test_sources_are_held_out_whole():
         post_training.split(several(), 6)
 
 
-# --- what is rewarded
-
-
-def test_stock_phrases_are_trigrams_of_turns_after_other_queries():
-    turns = ["Can you explain more of that?", "Can you explain it again?", "Can you explain more?"]
-    assert post_training.stock_phrases(turns, ["a", "b", "a"]) == [1 / 4, 1 / 3, 1 / 2]
-    assert post_training.stock_phrases(["Why?", "Why?"], ["a", "b"]) == [0, 0]
-
-
 # --- commands
 
 

@@ -13,7 +13,7 @@ from shell import call
 
 from experiments.experiment import Model
 from experiments.outcome import SiblingTurns
-from experiments.reaction import Reaction, closeness, compared_responses, main, usable_wordings
+from experiments.reaction import Reaction, closeness, main, usable_wordings
 from ia_mech.collect.command import main as sample
 from ia_mech.engine.check import check_engine
 from ia_mech.errors import UserError
@@ -142,24 +142,20 @@ def test_the_control_is_of_the_same_queries(answered):
     assert set(alike["sources"]) == {len(same) // 3}
 
 
-def test_a_model_that_writes_no_wordings_has_no_such_control(
-    siblings, tmp_path, capfd, monkeypatch
-):
-    """Random weights end no text: all wordings are cut off, and all responses that are told apart
-    are, too."""
+def test_a_model_that_writes_no_wordings_has_no_such_control(folder, tmp_path, capfd, monkeypatch):
+    """Random weights end no text: all wordings are cut off."""
     monkeypatch.setattr("experiments.reaction.MOST_CONTROLLED", 1)
-    words = [str(siblings.path), "--out", str(tmp_path / "out"), "--resamples", "100"]
+    words = [str(folder), "--out", str(tmp_path / "out"), "--resamples", "100"]
     plan = call(main, [*words, "--dry-run"], capfd).out
-    assert "1 conversations to sample 12 turns after each" in plan
-    assert "at most 4 conversations to sample" in plan
+    assert "1 conversations to sample 9 turns after each" in plan
+    assert "at most 3 conversations to sample" in plan
     shown = " ".join(call(main, words, capfd).out.split())
     assert "There is no control of wordings" in shown
-    assert "Too few queries have two complete responses" in shown
-    requests = Run.open(tmp_path / "out" / "to_reword" / "run").contexts
-    own = siblings.contexts[siblings.contexts["source_id"] == requests["source_id"].iloc[0]]
+    requests, own = Run.open(tmp_path / "out" / "to_reword" / "run").contexts, Run.open(folder)
+    own = own.contexts[own.contexts["source_id"] == requests["source_id"].iloc[0]]
     texts = [messages[-1]["content"] for messages in own["messages"]]
     (request,) = {messages[-2]["content"] for messages in requests["messages"]}
-    assert len(requests) == 12 and any(text in request for text in texts)
+    assert len(requests) == 9 and any(text in request for text in texts)
     found = pd.read_parquet(tmp_path / "out" / "estimates.parquet")
     assert "wordings of one response" not in set(found["term"])
 
@@ -183,6 +179,11 @@ def alike(contexts, turns):
     return contexts.assign(messages=[said] * len(contexts)), turns
 
 
+def cut(contexts, those):
+    """Contexts of which some have responses that are cut off."""
+    return contexts.assign(response_unfinished=those)
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
@@ -190,6 +191,7 @@ def alike(contexts, turns):
         (alike, "are all alike"),
         (lambda c, t: (c, t[t["temperature"] == 0]), "has greedy turns alone"),
         (lambda c, t: (c[c["source_id"] < "q2"], t), "2 queries have 3 responses"),
+        (lambda c, t: (cut(c, c["response_index"] > 0), t), "5 of 15 responses are finished"),
     ],
 )
 def test_what_holds_no_answer_is_refused(change, problem, folder):
@@ -197,44 +199,26 @@ def test_what_holds_no_answer_is_refused(change, problem, folder):
         read(folder, change)
 
 
-def test_queries_with_fewer_responses_are_left_out_and_counted(folder):
+def test_what_is_told_apart_are_finished_responses_that_half_of_the_queries_have(folder):
+    some = ["q0/r1", "q0/r2", "q3/r0"]
+    one = read(folder, lambda c, t: (cut(c, c["context_id"].isin(some)), t))
+    assert one.count == 3 and [len(query.contexts) for query in one.used] == [3, 3, 3]
+    assert "2 of 5 queries have fewer than 3 finished responses and are left out" in one.notes[-1]
     gone = ["q3/r2", "q4/r1", "q4/r2"]
     one = read(folder, lambda c, t: (c[~c["context_id"].isin(gone)], t))
-    notes = " ".join(one.notes)
-    assert "1 of 5 queries have one response and are left out" in notes
-    assert "1 of 4 queries have fewer than 3 responses and are left out" in notes
+    assert "1 of 5 queries have one response and are left out" in one.notes[0]
+    middle = [f"q{i}/r1" for i in range(3)]
+    one = read(folder, lambda c, t: (cut(c, c["context_id"].isin(middle)), t))
+    assert one.count == 2 and len(one.used) == 5
+    for query, whole in zip(one.used, queries_of([Run.open(folder)]), strict=True):
+        kept = [0, 2] if query.source[-2:] < "q3" else [0, 1]
+        assert query.responses == [whole.responses[k] for k in kept]
+        turns = whole.turns[whole.turns["followed"].isin(kept)]
+        assert query.turns["text"].tolist() == turns["text"].tolist()
+        assert [kept[k] for k in query.turns["followed"]] == turns["followed"].tolist()
 
 
-# -- headline and controls -------------------------------------------------------------------------
-
-
-def test_the_headline_is_of_complete_responses_that_half_of_the_queries_have(folder):
-    def of(most: int, cut: set[str]) -> tuple[int, dict]:
-        def change(contexts, turns):
-            return contexts.assign(response_unfinished=contexts["context_id"].isin(cut)), turns
-
-        return compared_responses(read(folder, change).queries, most)
-
-    some = {"q0/r1", "q0/r2", "q3/r0"}
-    size, compared = of(3, some)
-    assert size == 3 and [*compared.values()] == [[0], [0, 1, 2], [0, 1, 2], [1, 2], [0, 1, 2]]
-    assert of(2, some)[0] == 2
-    size, compared = of(4, {f"q{i}/r{k}" for i in range(3) for k in (0, 2)})
-    assert size == 3 and set(map(tuple, compared.values())) == {(0, 1, 2)}
-
-
-def test_it_is_said_first_that_most_responses_are_unfinished(folder):
-    def of(cut: int) -> Reaction:
-        def change(contexts, turns):
-            return contexts.assign(response_unfinished=contexts["response_index"] < cut), turns
-
-        return read(folder, change)
-
-    assert of(1).cut_off == ""
-    one = of(2)
-    assert one.cut_off.startswith("Reaction can't be assessed here: 10 of 15 responses are unfini")
-    nothing = pd.DataFrame({name: [] for name in one.columns} | {"quantity": [], "value": []})
-    assert one.conclude(nothing).sentence.startswith(one.cut_off)
+# -- controls --------------------------------------------------------------------------------------
 
 
 def test_wordings_end_say_the_same_and_do_not_copy(folder):

@@ -146,10 +146,9 @@ def test_follow_up_turns_are_compared_within_context_and_temperature():
     rows += [("y", 1.0, 0, 9.0), ("z", 1.3, 1, 1.0), ("z", 1.3, 1, 3.0), ("z", 1.3, 0, 7.0)]
     rows += [("z", 1.3, 0, NAN)]
     frame = pd.DataFrame(rows, columns=["context", "temperature", "follow_up", "value"])
-    values, follow_up, of = against_others(frame.assign(source=frame["context"]), "value")
-    assert values.tolist() == [2.5, -0.5, 0.5, -6.0, -4.0, 0.0]  # minus 1.5 in x, minus 7 in z
-    assert follow_up.tolist() == [True, False, False, True, True, False]
-    assert of.tolist() == ["x"] * 3 + ["z"] * 3
+    values, of = against_others(frame.assign(source=frame["context"]), "value")
+    assert values.tolist() == [2.5, -6.0, -4.0]  # minus 1.5 in x, minus 7 in z
+    assert of.tolist() == ["x", "z", "z"]
 
 
 # -- logit lens -----------------------------------------------------------------------------------
@@ -241,9 +240,8 @@ def test_rates_masses_and_depths_are_those_of_their_turns(swept):
     row = picked(made, RATE_DIFFERENCE, **of)
     ends = paired.difference.value, paired.difference.low, paired.difference.high, paired.p
     assert tuple(row[["value", "low", "high", "p"]].iloc[0]) == ends
-    less = one.first["follow_up"][:, 0] - one.first["restated"][:, 0]
-    expected = cluster_mean(less, one.contexts["source"])
-    row = picked(made, "mass on openings, follow-ups minus repetitions", dataset="(all)").iloc[0]
+    expected = cluster_mean(one.first["follow_up"][:, 0], one.contexts["source"]).clip(0, 1)
+    row = picked(made, "mass on openings", dataset="(all)", term="follow-ups' openings").iloc[0]
     assert row[["value", "low", "high"]].tolist() == [expected.value, expected.low, expected.high]
     bounded = made[made["quantity"] == "mass on turn-end"]
     assert bounded[["low", "high"]].stack().between(0, 1).all()

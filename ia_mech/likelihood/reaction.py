@@ -22,10 +22,9 @@ Values per turn are averaged within a response, then over the responses of a que
 queries: a turn weighs more where fewer were drawn.
 """
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -144,7 +143,6 @@ def information(
     logprobs: ArrayLike,
     followed: ArrayLike,
     sources: Iterable[Hashable],
-    among: Mapping[Any, Sequence[int]] | None = None,
     size: int | None = None,
 ) -> dict[Hashable, float]:
     """I_K′ of each query in bits, from 0 to log₂ K′: the mean over all sets of K′ of its responses.
@@ -158,8 +156,6 @@ def information(
             different temperatures are different estimates.
         followed: ``[turns]``.
         sources: ``[turns]``.
-        among: query → which of its responses; queries with fewer than K′ are left out. If not
-            given, all K responses of every query.
         size: K′; K if not given. All sets are visited: at most 70 a query for K = 8.
 
     Raises:
@@ -173,12 +169,11 @@ def information(
     for number, name in enumerate(names):
         turns = np.flatnonzero(source == number)
         sets = []
-        for some in combinations(range(count) if among is None else among.get(name, ()), size):
+        for some in combinations(range(count), size):
             those = turns[np.isin(own[turns], some)]
             bits = reaction_bits(scores[those][:, list(some)])
             sets.append(weight[those] @ bits * count / size)
-        if sets:
-            found[name] = float(np.mean(sets))
+        found[name] = float(np.mean(sets))
     return found
 
 
