@@ -112,6 +112,7 @@ class Arms(Experiment):
         rows: pd.DataFrame,
         bounds: Mapping[str, tuple[float, float]],
         by: Sequence[str] = (),
+        less: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> list[TidyEstimate]:
         """Means of arms, and their differences from others, paired by query: of all datasets
         together and, if there are several, of each; Holm-corrected by :meth:`family`.
@@ -120,7 +121,7 @@ class Arms(Experiment):
             rows: ``source``, ``dataset``, the columns that name an arm, and values of quantities.
             bounds: quantity → its bounds. One without values is left out. A difference, named as in
                 ``less``, is called ``quantity, words``. No arm is subtracted from itself.
-            by: the columns that name an arm, if not those of the class.
+            by, less: if they aren't those of the class.
         """
         columns, found, level = list(by or self.by), list[TidyEstimate](), self.args.level
         rows = rows.sort_values(list(rows[columns].select_dtypes("number")), kind="stable")
@@ -138,13 +139,13 @@ class Arms(Experiment):
                 mean = cluster_mean(values, sources, proportion=share, level=level)
                 counted = int(values.notna().sum())
                 found.append(group.row(quantity, mean.clip(least, most), counted, **names))
-                for words, other in self.less.items():
+                for words, other in (self.less if less is None else less).items():
                     base = arms.get(tuple((names | dict(other))[name] for name in columns))
                     if base is not None and base is not own:
                         pair = values, sources, base[quantity], base["source"]
                         row = paired_row(group, f"{quantity}, {words}", *pair, **names)
-                        less = row.estimate.clip(least - most, most - least)
-                        found.append(replace(row, estimate=less))
+                        clipped = row.estimate.clip(least - most, most - least)
+                        found.append(replace(row, estimate=clipped))
         return holm_corrected(found, self.family)
 
     def best_of(

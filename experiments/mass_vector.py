@@ -31,7 +31,6 @@ from scipy.special import log_softmax
 from experiments.control import halves_of
 from experiments.experiment import Conclusion, Model, flag
 from experiments.grid import TEMPERATURE
-from experiments.judged import arm_estimates
 from experiments.learned_vector import BATCH, UNIT, UNSTEERED, Name, Vectors, placed
 from experiments.mass import SHARE
 from experiments.outcome import IN_ROLE, RATE
@@ -39,7 +38,7 @@ from experiments.shown import Bars, Drawing, tables_of, told
 from experiments.steering import SteeredContext, dosing
 from ia_mech.cli import above_zero, whole_from
 from ia_mech.errors import UserError
-from ia_mech.estimates import TidyEstimate, all_datasets, by_dataset
+from ia_mech.estimates import TidyEstimate, all_datasets
 from ia_mech.results import Table, folder_of
 from ia_mech.steering import SteeringVector
 from probes.dataset import masses_of
@@ -102,6 +101,7 @@ class MassVector(Vectors):
     queries_used = 60
     positions = ("header_last",)
     terms = LEARNED, PERMUTED
+    shares = GREEDY, GREEDY_ROLE
     less: ClassVar = {
         "minus permuted": {"term": PERMUTED},
         "minus unsteered": {"layer": UNIT, "term": UNSTEERED},
@@ -208,11 +208,7 @@ class MassVector(Vectors):
 
     def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
         rows = rows.assign(**{KL: rows[KL].where(rows["term"] != UNSTEERED)})
-        found: list[TidyEstimate] = []
-        for dataset, here in by_dataset(rows):
-            for bounds, less in ((COMPARED, self.less), (ALONE, {})):
-                what = rows[here], self.by, bounds, less, self.options, (*SHARES, REST), dataset
-                found += arm_estimates(*what)
+        found = [*self.compare(rows, COMPARED), *self.compare(rows, ALONE, less={})]
         return placed(found)
 
     # -- say --------------------------------------------------------------------------------------
