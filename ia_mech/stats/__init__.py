@@ -19,7 +19,7 @@ from ia_mech.stats.auroc import auroc_columns
 from ia_mech.stats.clusters import cluster_bootstrap, cluster_mean, weighted_share
 from ia_mech.stats.components import variance_components
 from ia_mech.stats.confidence_set import model_confidence_set
-from ia_mech.stats.correction import prediction_powered
+from ia_mech.stats.correction import corrected_labels, corrected_mean, prediction_powered
 from ia_mech.stats.decomposition import Decomposition, decomposed_difference
 from ia_mech.stats.differences import Difference, group_difference, paired_difference
 from ia_mech.stats.dyads import dyadic_difference, dyadic_mean, dyadic_test
@@ -38,6 +38,8 @@ __all__ = [
     "balanced_accuracy",
     "cluster_bootstrap",
     "cluster_mean",
+    "corrected_labels",
+    "corrected_mean",
     "decomposed_difference",
     "dyadic_difference",
     "dyadic_mean",
