@@ -6,6 +6,7 @@ test. ``benchmarks/coverage.py`` measures how well they keep their level:
 
 - a rate: Wilson's interval, with the effective number of turns; of a rate of 0 or 1 the exact bound
   1 − 0.05^(1/n) for n queries;
+- a corrected mass: the same, of sums of corrected labels (the difference estimator);
 - a difference of two rates: both rates' intervals and the correlation between them (MOVER);
 - a floor, an excess: Student's t, with a variance that knows that a decoy shares one query with
   some decoys and another one with others;
