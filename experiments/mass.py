@@ -72,7 +72,7 @@ LENS = {SHARE: "mass by the lens", IN_ROLE: "in role by the lens", REST: "covere
 OF_COVERED = "mass by the lens, of what is covered"
 LISTED = 12  # first tokens that are shown
 CORRECTED, NOTED = ", corrected", "annotated"
-ROUNDING = 1e-6
+ROUNDING = 1e-4  # of a sum of probabilities
 
 
 def first_tokens(run: Run, judge: str, annotator: str | None = None) -> pd.DataFrame:
@@ -125,7 +125,7 @@ def corrected(turns: pd.DataFrame, worth: ArrayLike) -> pd.DataFrame:
     return found.assign(**{NOTED: by_judge[SHARE].notna() & noted[SHARE].notna()})
 
 
-def too_few(turns: pd.DataFrame) -> str:
+def too_few_labels(turns: pd.DataFrame) -> str:
     """Why so few turns are annotated that no mass can be corrected; else empty."""
     noted = turns[turns["truth"].notna()]
     if len(noted) >= MIN_ANNOTATED and noted["source"].nunique() >= MIN_ANNOTATED_SOURCES:
@@ -255,7 +255,10 @@ class Mass(Experiment):
         if name is None:
             return None
         turns = run.labelled(judge, name, texts=False)
-        if why := too_few(turns) or unlabelled(run, turns, name, judge):
+        why = too_few_labels(turns)
+        if not why and (missing := unlabelled(run, turns, name, judge)):
+            why = f"none is of {missing}"
+        if why:
             self.notes.append(f"{name}'s labels don't correct the masses: {why}.")
             return None
         self.corrected_by, self.labels = name, int(turns["truth"].notna().sum())
@@ -280,7 +283,7 @@ class Mass(Experiment):
         turns = turns.join(parts_of(turns, FOLLOW_UP)[[SHARE, IN_ROLE]])
         if not by:
             return turns
-        if too_few(turns) or turns["unlabelled"].any():
+        if too_few_labels(turns) or turns["unlabelled"].any():
             return none
         return by_annotator(turns.join(corrected(turns, np.ones(len(turns)))))
 
@@ -299,8 +302,8 @@ class Mass(Experiment):
     def _estimated(
         self, each: pd.DataFrame, judged: pd.DataFrame, by: str = ""
     ) -> Iterator[TidyEstimate]:
-        """Of masses by context, which ``by`` says whether they are :data:`CORRECTED`, and greedy
-        turns that are the judge's in any case (``judged``)."""
+        """Of the masses of contexts, which are :data:`CORRECTED` if ``by`` says so. What their
+        greedy turns are, the judge says in any case (``judged``)."""
         whole = self.drawn_turns(each["context_id"], None, by).groupby("context_id")
         names = [SHARE, IN_ROLE] + [NOTED] * bool(by)
         whole = whole[names].mean().reindex(each["context_id"])
@@ -428,6 +431,7 @@ class Mass(Experiment):
                 parts,
                 index=("term", "decoding"),
                 rows="conversations",
+                legend="What the greedy turn is, the judge says." if self.corrected_by else "",
             ),
             *whole[1:],
             *tables_of(
@@ -472,7 +476,6 @@ class Mass(Experiment):
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         whole = all_datasets(found[found["term"] == EVERY])
-
         by = CORRECTED if self.corrected_by else ""
 
         def said(quantity: str, decoding: str, digits: int | str = 2, by: str = by) -> str:

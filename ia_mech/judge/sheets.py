@@ -94,7 +94,7 @@ def export_sheet(
         )
     if n < len(sizes):
         raise UserError(
-            f"--n {n} can't cover the {len(sizes)} strata by judge {judge!r} ({', '.join(sizes)})",
+            f"--n {n} can't cover the {len(sizes)} strata of {run.path} ({', '.join(sizes)})",
             f"give --n {len(sizes)} or more; {LEAST_PER_STRATUM * len(sizes)} would be sensible",
         )
     identity = run.identity_digest
@@ -422,7 +422,7 @@ def import_command(args: argparse.Namespace) -> None:
             "turns without a category are left out: the others count as a random part of a stratum"
         )
     if unseen := [name for name, stratum in strata.items() if not stratum["filled"]]:
-        names = " or ".join(map(heading, unseen))
-        print(f"no label is of a turn that the judge calls {names}: no figure covers such turns")
+        names = ", ".join(map(heading, unseen))
+        print(f"no label is of the strata {names}: no figure covers such turns")
     print(f"labels: {path}")
     print(f"next: {program()} judge agreement {shell_word(args.run)}")
