@@ -243,6 +243,11 @@ class Experiment(ABC):
         return judge
 
     @property
+    def labellers(self) -> list[str]:
+        """Whose labels the numbers rest on."""
+        return [self.gate.judge] if self.judged else []
+
+    @property
     def intervals(self) -> str:
         """What titles of tables say of intervals."""
         return f"{100 * self.args.level:g}% intervals over queries"
@@ -478,7 +483,7 @@ class Experiment(ABC):
             about={"kind": self.name, "level": self.args.level, "command": self.args.command_line}
             | gate
             | samples
-            | about_runs(used, [gate["judge"]] if gate else []),
+            | about_runs(used, self.labellers),
             data={
                 stem: frame.assign(run=frame["run"].replace(names)) if "run" in frame else frame
                 for stem, frame in self.data(rows).items()

@@ -12,10 +12,14 @@ The first response to each query is used, or more of them (--responses). In role
 the conversation nor speaks as the assistant; the mass is that in role times the share of follow-ups
 in it.
 
+The judge errs. An annotator's labels of first tokens correct the masses: draw a sheet of the run of
+first tokens with ia-mech annotate export, import it, and give this command again.
+
 Needs: a judged run. Cost: up to 40 greedy turns a query (60 queries of the embedded model: ten
 minutes on two cores).
 
     ia-mech mass cache/RUN
+    ia-mech annotate export cache/RUN-mass/turns/run --n 300
 """
 
 import argparse
@@ -27,6 +31,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
+from numpy.typing import ArrayLike
 
 from experiments.arms import Arm, conversations_of
 from experiments.control import ratio
@@ -46,12 +51,14 @@ from ia_mech.estimates import (
 )
 from ia_mech.judge.decoys import WRONG
 from ia_mech.judge.rubric import FOLLOW_UP
-from ia_mech.rates.load import NO_ANNOTATOR, read_runs
+from ia_mech.rates.compute import MIN_ANNOTATED, MIN_ANNOTATED_SOURCES
+from ia_mech.rates.load import NO_ANNOTATOR, choose_annotator, read_runs, unlabelled
 from ia_mech.results import SHARE as AS_SHARE
 from ia_mech.results import Table
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 from ia_mech.settings import MOST_FIRST
+from ia_mech.stats import corrected_labels, corrected_mean
 
 TURNS = "turns"  # the arm
 GREEDY, FIRST, WHOLE = DECODINGS = ("greedy", "first token drawn", "all tokens drawn")
@@ -64,17 +71,20 @@ CARRIED, PROBABILITY = "adds to the follow-up mass", "mean probability"
 LENS = {SHARE: "mass by the lens", IN_ROLE: "in role by the lens", REST: "covered by the lens"}
 OF_COVERED = "mass by the lens, of what is covered"
 LISTED = 12  # first tokens that are shown
+CORRECTED, NOTED = ", corrected", "annotated"
+ROUNDING = 1e-4  # of a sum of probabilities
 
 
-def first_tokens(run: Run, judge: str) -> pd.DataFrame:
+def first_tokens(run: Run, judge: str, annotator: str | None = None) -> pd.DataFrame:
     """A row per first token of a context, of a run that goes on greedily from each.
 
     ``context_id``, ``dataset``, ``source``, ``token`` (its id), ``p`` (its probability at the run's
     temperature), ``greedy`` (whether it is the likeliest), ``text`` (the turn), ``category``; and
     as 1, 0, or NaN if it wasn't assessed, whether the turn is a follow-up (:data:`SHARE`), is
-    :data:`IN_ROLE`, and is a follow-up :data:`AFTER_WRONG`.
+    :data:`IN_ROLE`, and is a follow-up :data:`AFTER_WRONG`. With an annotator, also the columns of
+    :func:`corrected`.
     """
-    turns = run.labelled(judge, texts=False)
+    turns = run.labelled(judge, annotator, texts=False)
     written = run.generations[[*KEY, "text", "token_ids", "logprob_tempered"]]
     turns = turns.merge(written, on=list(KEY), how="left", validate="one_to_one")
     turns = turns.join(parts_of(turns, FOLLOW_UP))
@@ -88,7 +98,46 @@ def first_tokens(run: Run, judge: str) -> pd.DataFrame:
     )
     texts = ["context_id", "dataset", "source", "category", "text"]
     kept = [*texts, "token", "p", "greedy", SHARE, IN_ROLE, AFTER_WRONG]
+    if annotator is not None:
+        turns = turns.join(corrected(turns, turns["p"]))
+        kept += [SHARE + CORRECTED, IN_ROLE + CORRECTED, NOTED]
     return turns[kept].astype(dict.fromkeys(texts, object)).reset_index(drop=True)
+
+
+def corrected(turns: pd.DataFrame, worth: ArrayLike) -> pd.DataFrame:
+    """Of turns with an annotator's labels, :data:`SHARE` and :data:`IN_ROLE` in sums of which the
+    judge's errors cancel (:func:`ia_mech.stats.corrected_labels`), and whether a turn is
+    :data:`NOTED`."""
+    by_judge, noted = (
+        parts_of(turns.assign(category=turns[name]), FOLLOW_UP)
+        for name in ("category", "truth_category")
+    )
+    found = pd.DataFrame(index=turns.index)
+    for name in (SHARE, IN_ROLE):
+        found[name + CORRECTED] = corrected_labels(
+            by_judge[name],
+            turns["category"].astype(str),
+            noted[name],
+            turns["source"],
+            inclusion=turns["inclusion"],
+            worth=worth,
+        )
+    return found.assign(**{NOTED: by_judge[SHARE].notna() & noted[SHARE].notna()})
+
+
+def too_few_labels(turns: pd.DataFrame) -> str:
+    """Why so few turns are annotated that no mass can be corrected; else empty."""
+    noted = turns[turns["truth"].notna()]
+    if len(noted) >= MIN_ANNOTATED and noted["source"].nunique() >= MIN_ANNOTATED_SOURCES:
+        return ""
+    return (
+        f"it takes {MIN_ANNOTATED} of {MIN_ANNOTATED_SOURCES} queries, and there are {len(noted)}"
+    )
+
+
+def by_annotator(turns: pd.DataFrame) -> pd.DataFrame:
+    """The same turns with what is :func:`corrected` in place of the judge's verdicts."""
+    return turns.assign(**{name: turns[name + CORRECTED] for name in (SHARE, IN_ROLE)})
 
 
 def masses(tokens: pd.DataFrame) -> pd.DataFrame:
@@ -101,7 +150,8 @@ def masses(tokens: pd.DataFrame) -> pd.DataFrame:
     likeliest = tokens[tokens["greedy"]].set_index("context_id")
     for name in (SHARE, IN_ROLE, AFTER_WRONG):
         held = (tokens["p"] * tokens[name]).groupby(tokens["context_id"], sort=False)
-        found[f"{FIRST} {name}"] = held.sum(min_count=1).clip(upper=1)  # rounding
+        held = held.sum(min_count=1)
+        found[f"{FIRST} {name}"] = held.mask((held - 1).abs() < ROUNDING, 1.0)
         found[f"{GREEDY} {name}"] = likeliest[name]
     covered, shown = (
         tokens["p"].where(tokens[name].notna(), 0.0).groupby(tokens["context_id"], sort=False).sum()
@@ -112,25 +162,35 @@ def masses(tokens: pd.DataFrame) -> pd.DataFrame:
     wrong = found[f"{FIRST} {AFTER_WRONG}"] * covered / shown.where(shown > 0)
     found[f"{FIRST} {AFTER_WRONG}"] = wrong.clip(upper=1)
     found[MODE] = likeliest["p"]
+    if NOTED in tokens:
+        found[f"{FIRST} {NOTED}"], found[f"{GREEDY} {NOTED}"] = by[NOTED].any(), likeliest[NOTED]
     return found.reset_index()
 
 
 def in_parts(
-    group: Group, share: pd.Series, role: pd.Series, **names: Any
+    group: Group, share: pd.Series, role: pd.Series, noted: ArrayLike | None = None, **names: Any
 ) -> Iterator[TidyEstimate]:
     """Follow-ups, in role, and once in role (follow-ups by what is in role) of ``[rows]`` shares;
-    NaN in both where there is no telling."""
-    yield group.mean(RATE, share, proportion=True, **names)
-    yield group.mean(IN_ROLE, role, proportion=True, **names)
+    NaN in both where there is no telling. Of shares that are :func:`corrected`, ``noted`` says into
+    which of them annotations went."""
+    for quantity, values in ((RATE, share), (IN_ROLE, role)):
+        if noted is None:
+            yield group.mean(quantity, values, proportion=True, **names)
+        else:
+            level = group.options["level"]
+            estimate = corrected_mean(values, noted, group.sources, level=level)
+            yield group.row(quantity, estimate, int(values.notna().sum()), **names)
     if role.sum() > 0:
         once = ratio(share.fillna(0), role.fillna(0), group.sources, group.options)
-        yield group.row(ONCE_IN_ROLE, once, int(role.notna().sum()), **names)
+        yield group.row(ONCE_IN_ROLE, once.clip(0, 1), int(role.notna().sum()), **names)
 
 
 class Mass(Experiment):
     name = "mass"
     judged = True
     queries_used = 60
+    corrected_by: str | None = None  # the annotator
+    labels = 0  # of first tokens by the annotator
     columns: ClassVar[Mapping[str, str]] = {
         **Experiment.columns,
         "decoding": "str",
@@ -145,6 +205,8 @@ class Mass(Experiment):
         what = "probability that the first tokens hold together, at least"
         add("--share", coverage, 0.9, what, metavar="SHARE")
         add("--responses", whole_from(1), 1, "finished ones to each query, at most", metavar="N")
+        what = "whose labels of first tokens correct the masses (default: the only one)"
+        add("--annotator", str, None, what, metavar="NAME")
 
     def arms(self) -> Mapping[str, Arm]:
         settings = {"temperatures": (self.args.temperature,), "first_tokens": self.args.share}
@@ -173,7 +235,8 @@ class Mass(Experiment):
 
     def rows(self) -> pd.DataFrame:
         """A row per first token, as of :func:`first_tokens`, with ``opening``, its text."""
-        found = first_tokens(self.sampled[TURNS], self.judge_arms())
+        run, judge = self.sampled[TURNS], self.judge_arms()
+        found = first_tokens(run, judge, self._annotator(run, judge))
         if found.loc[found["greedy"], SHARE].isna().all():
             raise UserError(
                 f"the judge assessed no greedy turn of {self.sampled[TURNS].path}",
@@ -182,56 +245,101 @@ class Mass(Experiment):
         texts = {i: repr(self.chat.text([i])) for i in set(found["token"])}
         return found.assign(opening=found["token"].map(texts))
 
-    def drawn_turns(self, contexts: pd.Series, drawn: int | None) -> pd.DataFrame:
+    @property
+    def labellers(self) -> list[str]:
+        return super().labellers + ([self.corrected_by] if self.corrected_by else [])
+
+    def _annotator(self, run: Run, judge: str) -> str | None:
+        """Whose labels correct the masses; None, with a note, where they can't."""
+        name = choose_annotator([run], self.args.annotator)
+        if name is None:
+            return None
+        turns = run.labelled(judge, name, texts=False)
+        why = too_few_labels(turns)
+        if not why and (missing := unlabelled(run, turns, name, judge)):
+            why = f"none is of {missing}"
+        if why:
+            self.notes.append(f"{name}'s labels don't correct the masses: {why}.")
+            return None
+        self.corrected_by, self.labels = name, int(turns["truth"].notna().sum())
+        return name
+
+    def drawn_turns(self, contexts: pd.Series, drawn: int | None, by: str = "") -> pd.DataFrame:
         """The run's turns at the temperature after some contexts, of which so many tokens were
         drawn (None: all): ``context_id``, ``source``, ``sample``, :data:`SHARE`, :data:`IN_ROLE`.
-        There may be none."""
+        There may be none; nor are there any that are :data:`CORRECTED` (``by``), with
+        :data:`NOTED`, unless enough of them have labels of the same annotator."""
         turns = self.verdicts.turns
-        if drawn is not None:
-            if drawn not in self.runs[0].settings["drawn_tokens"]:
-                return turns.iloc[:0].assign(**{SHARE: np.nan, IN_ROLE: np.nan})
-            turns = read_runs(self.runs, self.gate.judge, NO_ANNOTATOR, drawn_tokens=drawn).turns
+        none = turns.iloc[:0].assign(**{SHARE: np.nan, IN_ROLE: np.nan, NOTED: False})
+        if drawn is not None and drawn not in self.runs[0].settings["drawn_tokens"]:
+            return none
+        who = self.corrected_by if by else NO_ANNOTATOR
+        if drawn is not None or by:
+            if by and any(who not in run.labels.annotators for run in self.runs):
+                return none
+            turns = read_runs(self.runs, self.gate.judge, who, drawn_tokens=drawn).turns
         here = (turns["temperature"] == self.args.temperature) & turns["context_id"].isin(contexts)
         turns = turns[here].astype({"context_id": object, "source": object})
-        return turns.join(parts_of(turns, FOLLOW_UP)[[SHARE, IN_ROLE]])
+        turns = turns.join(parts_of(turns, FOLLOW_UP)[[SHARE, IN_ROLE]])
+        if not by:
+            return turns
+        if too_few_labels(turns) or turns["unlabelled"].any():
+            return none
+        return by_annotator(turns.join(corrected(turns, np.ones(len(turns)))))
 
     # -- estimated --------------------------------------------------------------------------------
 
     def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
-        each = masses(rows)
-        whole = self.drawn_turns(each["context_id"], None).groupby("context_id")
-        whole = whole[[SHARE, IN_ROLE]].mean().reindex(each["context_id"])
-        each[[f"{WHOLE} {SHARE}", f"{WHOLE} {IN_ROLE}"]] = whole.to_numpy(float)
-        counted = self.drawn_turns(each["context_id"], 1)
-        found: list[TidyEstimate] = []
+        judged = masses(rows)
+        found = holm_corrected(self._estimated(judged, judged))
+        if NOTED in rows:
+            unseen = rows.assign(**{AFTER_WRONG: np.nan})  # what no annotator's label is of
+            found += holm_corrected(
+                self._estimated(masses(by_annotator(unseen)), judged, CORRECTED)
+            )
+        return [*found, *self._openings(rows), *self._by_lens(rows, judged)]
+
+    def _estimated(
+        self, each: pd.DataFrame, judged: pd.DataFrame, by: str = ""
+    ) -> Iterator[TidyEstimate]:
+        """Of the masses of contexts, which are :data:`CORRECTED` if ``by`` says so. What their
+        greedy turns are, the judge says in any case (``judged``)."""
+        whole = self.drawn_turns(each["context_id"], None, by).groupby("context_id")
+        names = [SHARE, IN_ROLE] + [NOTED] * bool(by)
+        whole = whole[names].mean().reindex(each["context_id"])
+        each[[f"{WHOLE} {name}" for name in names]] = whole.to_numpy(float)
+        counted = self.drawn_turns(each["context_id"], 1, by)
         for dataset, here in by_dataset(each):
-            greedy = each[f"{GREEDY} {SHARE}"]
+            greedy = judged[f"{GREEDY} {SHARE}"]
             for term, kept in ((EVERY, greedy.notna()), (NONE, greedy == 0), (IS, greedy == 1)):
                 own = each[here & kept]
                 if not len(own):
                     continue
                 group = Group(own["source"], self.options, {"dataset": dataset, "term": term})
-                found += self._decodings(own, group)
+                yield from self._decodings(own, group, by)
                 if term == EVERY:
-                    found += self._differences(own, group)
+                    yield from self._differences(own, group, by)
                 turns = counted[counted["context_id"].isin(own["context_id"])]
                 if turns[SHARE].notna().any():
                     group = replace(group, sources=turns["source"])
-                    found += in_parts(group, turns[SHARE], turns[IN_ROLE], decoding=COUNTED)
-        return [*holm_corrected(found), *self._openings(rows), *self._by_lens(rows, each)]
+                    noted = turns[NOTED] if by else None
+                    parts = turns[SHARE], turns[IN_ROLE], noted
+                    yield from in_parts(group, *parts, decoding=f"{COUNTED}{by}")
 
-    def _decodings(self, own: pd.DataFrame, group: Group) -> Iterator[TidyEstimate]:
+    def _decodings(self, own: pd.DataFrame, group: Group, by: str) -> Iterator[TidyEstimate]:
         """Follow-ups and their two parts, by how much of a turn is drawn."""
-        for quantity in (REST, MODE):
-            yield group.mean(quantity, own[quantity], proportion=True, decoding=FIRST)
+        for quantity in (REST, MODE) if not by else ():
+            yield group.mean(quantity, own[quantity], least=0, most=1, decoding=FIRST)
         for decoding in DECODINGS:
             share = own[f"{decoding} {SHARE}"]
             if share.notna().any():
-                yield from in_parts(group, share, own[f"{decoding} {IN_ROLE}"], decoding=decoding)
+                noted = own[f"{decoding} {NOTED}"] > 0 if by else None
+                parts = share, own[f"{decoding} {IN_ROLE}"], noted
+                yield from in_parts(group, *parts, decoding=f"{decoding}{by}")
             if (wrong := f"{decoding} {AFTER_WRONG}") in own and own[wrong].notna().any():
                 yield group.mean(AFTER_WRONG, own[wrong], proportion=True, decoding=decoding)
 
-    def _differences(self, own: pd.DataFrame, group: Group) -> Iterator[TidyEstimate]:
+    def _differences(self, own: pd.DataFrame, group: Group, by: str) -> Iterator[TidyEstimate]:
         """What drawing adds to greedy turns, and how much of that the first token does. Of first
         tokens it is a share of what is covered: what isn't counts neither way."""
         covered = (1 - own[REST]).where(own[REST] < 1)
@@ -241,14 +349,14 @@ class Mass(Experiment):
                 drawn = drawn / covered if decoding == FIRST else drawn
                 if drawn.notna().any():
                     pair = drawn, own["source"], greedy, own["source"]
-                    yield paired_row(group, f"{quantity}{LESS}", *pair, decoding=decoding)
+                    yield paired_row(group, f"{quantity}{LESS}", *pair, decoding=f"{decoding}{by}")
         both = own[[f"{decoding} {SHARE}" for decoding in DECODINGS]]
         both = both.assign(**{f"{FIRST} {SHARE}": both[f"{FIRST} {SHARE}"] / covered}).dropna()
         if len(both):
             base, first, whole = both.to_numpy(float).T
             sources = own.loc[both.index, "source"]
             held = ratio(first - base, whole - base, sources, self.options)
-            yield group.row(HELD, held, len(both), decoding=FIRST)
+            yield group.row(HELD, held, len(both), decoding=f"{FIRST}{by}")
 
     def _openings(self, rows: pd.DataFrame) -> Iterator[TidyEstimate]:
         """Of the first tokens that carry most of the mass, what each adds to its mean, and its mean
@@ -283,11 +391,17 @@ class Mass(Experiment):
                 group = Group(own["source"], self.options, names)
                 share, role, covered = map(pd.Series, values)
                 for quantity, value in zip(LENS.values(), (share, role, covered), strict=True):
-                    yield group.mean(quantity, value, proportion=True)
+                    yield group.mean(quantity, value, least=0, most=1)
                 part = ratio(share.fillna(0), covered.fillna(0), group.sources, self.options)
                 yield group.row(OF_COVERED, part, len(own))
 
     # -- shown ------------------------------------------------------------------------------------
+
+    @property
+    def _by(self) -> str:
+        """By whose labels numbers are corrected; empty where they aren't."""
+        who = self.corrected_by
+        return f" Corrected by {self.labels} labels of {who}." if who else ""
 
     def tables(self, found: pd.DataFrame) -> list[Table]:
         parts = {
@@ -307,7 +421,7 @@ class Mass(Experiment):
             rows="conversations",
             legend=f"{FIRST}: the follow-up mass; what is not covered may add to it, and minus "
             "greedy is of what is covered. Once in role: follow-ups by turns that neither repeat "
-            "the conversation nor speak as the assistant." + of_run,
+            "the conversation nor speak as the assistant." + of_run + self._by,
         )
         return [
             *whole[:1],
@@ -317,6 +431,7 @@ class Mass(Experiment):
                 parts,
                 index=("term", "decoding"),
                 rows="conversations",
+                legend="What the greedy turn is, the judge says." if self.corrected_by else "",
             ),
             *whole[1:],
             *tables_of(
@@ -361,9 +476,10 @@ class Mass(Experiment):
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         whole = all_datasets(found[found["term"] == EVERY])
+        by = CORRECTED if self.corrected_by else ""
 
-        def said(quantity: str, decoding: str, digits: int | str = 2) -> str:
-            return told(whole, quantity, digits, decoding=decoding)
+        def said(quantity: str, decoding: str, digits: int | str = 2, by: str = by) -> str:
+            return told(whole, quantity, digits, decoding=f"{decoding}{by}")
 
         rest = only(whole, REST)["value"].iloc[0]
         words = (
@@ -377,9 +493,10 @@ class Mass(Experiment):
         control = f"{self.gate.short}."
         if counted := said(RATE, COUNTED):
             control = f"Of the run's own turns with one drawn token {counted} are. {control}"
-        if floor := said(AFTER_WRONG, FIRST):
-            control = f"After a wrong conversation the follow-up mass is {floor}. {control}"
-        return Conclusion(f"{words}.", control)
+        if floor := said(AFTER_WRONG, FIRST, by=""):
+            whose = " by the judge" if by else ""
+            control = f"After a wrong conversation the follow-up mass{whose} is {floor}. {control}"
+        return Conclusion(f"{words}.{self._by}", control)
 
 
 main = Mass.main

@@ -57,8 +57,9 @@ def _add_export(commands) -> None:
         description="Write a sample of a run's user turns as a page to annotate in (HTML) and as a "
         "table to fill\nin (CSV): query, response and turn in random order, without model, "
         "temperature, judge\nor real follow-up. Stratified by a judge's labels, so that rare "
-        "categories are seen;\nthe inclusion probabilities stay in the run, for weighting. Decoys "
-        "are mixed in. Nothing is\noverwritten.",
+        "categories are seen, or,\nof first tokens (ia-mech mass), by how likely they are; the "
+        "inclusion probabilities stay in\nthe run, for weighting. Decoys are mixed in. Nothing is "
+        "overwritten.",
     )
     parser.set_defaults(function="export_command")
     add = parser.add_argument

@@ -82,8 +82,8 @@ class Group:
     ) -> TidyEstimate:
         """The mean of ``[rows]`` values with its interval, within these bounds; NaN is left out.
 
-        Shares and probabilities have bounds, too, and are no proportions: an interval of events
-        would assume a far larger variance.
+        Follow-ups, and masses of them, are proportions. Probabilities that can't be near 0 or 1
+        after any query aren't: their interval needn't allow for such queries.
         """
         values = np.asarray(values, dtype=float)
         level = self.options["level"]

@@ -129,7 +129,7 @@ def test_a_sheet_that_cannot_be_drawn(judged):
     for n, fragment in (
         (0, "has 60 user turns; give --n from 1 to 60"),
         (61, r"\(60 takes them all\)"),
-        (5, "can't cover the 6 strata by judge 'builtin'"),
+        (5, "can't cover the 6 strata"),
     ):
         with pytest.raises(UserError, match=fragment):
             export_sheet(judged, n)
@@ -268,7 +268,7 @@ def test_what_is_filled_in_counts_as_the_sample(judged, capsys):
     # Which rows come last, and so stay blank, depends on the texts, and these on the CPU.
     labelled = {strata[row["item"]] for row in rows if row["category"].strip()}
     missing = map(heading, sorted(set(strata.values()) - labelled - {"decoy"}))
-    assert f"of a turn that the judge calls {' or '.join(missing)}: no" in capsys.readouterr().out
+    assert f"no label is of the strata {', '.join(missing)}: no" in capsys.readouterr().out
     labels = judged.labels.annotations("anna")
     assert len(labels) == sum(
         bool(row["category"].strip()) and strata[row["item"]] != "decoy" for row in rows

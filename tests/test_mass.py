@@ -1,6 +1,7 @@
 """The follow-up mass, against probabilities and greedy turns that are computed by other means."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -23,9 +24,11 @@ from experiments.mass import COUNTED, FIRST, GREEDY, LESS, MODE, RATE, REST, SHA
 from experiments.outcome import IN_ROLE, ONCE_IN_ROLE
 from ia_mech.judge.judging import label_run
 from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, FOLLOW_UP, OUT_OF_ROLE
+from ia_mech.judge.sheets import export_sheet, import_sheet, write_sheet
 from ia_mech.judge.verdict import Verdict
 from ia_mech.models.load import ModelSpec, Subject, weights_hash
 from ia_mech.run import Run
+from ia_mech.run.labels import KEY
 from ia_mech.settings import Settings
 
 T, COVERED, TOKENS, SAMPLES = 0.7, 0.8, 4, 32
@@ -146,6 +149,76 @@ def test_estimates_are_means_over_contexts_and_once_in_role_is_their_ratio(out):
     assert estimate(out, mass.HELD, FIRST)["value"] == pytest.approx(less / rise)
     none = share[each[f"{GREEDY} {SHARE}"] == 0]
     assert estimate(out, RATE, FIRST, mass.NONE)["value"] == pytest.approx(none.mean())
+
+
+def annotate(place: Path, turns: int, truth) -> Run:
+    """Have a sheet of a run of first tokens filled in by "anna", each turn by its text."""
+    run = Run.open(place / mass.TURNS / "run")
+    sheet = export_sheet(run, turns)
+    rows = [row | {"category": truth(row["user_turn"])} for row in sheet.rows]
+    write_sheet(run, sheet, place / "sheet")
+    pd.DataFrame(rows).to_csv(place / "filled.csv", index=False)
+    import_sheet(run, place / "filled.csv", "anna")
+    return run
+
+
+def other_kind(text: str) -> str:
+    """What an annotator calls a turn: some of the judge's follow-ups are none."""
+    wrong = kind_of(text) == FOLLOW_UP and crc32(text.encode()) % 3 == 0
+    return "repeats_query" if wrong else kind_of(text)
+
+
+def test_labels_of_all_first_tokens_give_the_annotator_s_mass(used, out, tmp_path, monkeypatch):
+    again = Path(shutil.copytree(out, tmp_path / "mass"))
+    tokens = mass.first_tokens(Run.open(again / mass.TURNS / "run"), "by_text")
+    annotate(again, len(tokens), other_kind)
+    assert mass.main([*words_for(used, again), "--annotator", "anna"]) == 0
+    note = "anna's labels don't correct the masses: it takes 30 of 10 queries"
+    assert any(note in one for one in json.loads((again / "result.json").read_text())["notes"])
+    monkeypatch.setattr("experiments.mass.MIN_ANNOTATED_SOURCES", 5)
+    assert mass.main([*words_for(used, again), "--annotator", "anna"]) == 0
+    truth = tokens["text"].map(other_kind)
+    held = {RATE: truth == FOLLOW_UP, IN_ROLE: truth.isin(ASSESSED) & ~truth.isin(OUT_OF_ROLE)}
+    greedy = tokens[tokens["greedy"] & tokens[SHARE].notna()]
+    kept = tokens["context_id"].isin(greedy["context_id"])
+    for quantity, of in held.items():
+        by_context = (tokens["p"] * of)[kept].groupby(tokens["context_id"]).sum()
+        for decoding, value in ((FIRST, by_context.mean()), (GREEDY, of[greedy.index].mean())):
+            found = estimate(again, quantity, f"{decoding}{mass.CORRECTED}")
+            assert found["value"] == pytest.approx(value)
+            assert estimate(again, quantity, decoding).equals(estimate(out, quantity, decoding))
+    result = json.loads((again / "result.json").read_text())
+    labels = int(truth.isin(ASSESSED).sum())
+    assert f"Corrected by {labels} labels of anna." in result["sentence"]
+    told = estimate(again, RATE, FIRST + mass.CORRECTED)["value"]
+    assert f"it is {told:.2f} [" in result["sentence"]
+    assert "anna" in result["about"]["labellers"]
+
+
+def test_likely_first_tokens_are_drawn_for_annotation_more_often(out):
+    run = Run.open(out / mass.TURNS / "run")
+    p = np.exp(run.generations["logprob_tempered"].astype(float))
+    sheet = export_sheet(run, 40)
+    keys = run.turns[list(KEY)].astype({"context_id": object})
+    named = {tuple(key): row for row, key in enumerate(keys.itertuples(index=False))}
+    chance = {}
+    for place in sheet.key["items"].values():
+        if "decoy" in place:
+            continue
+        assert place["temperature"] > 0  # the greedy turn stands there as a first token's
+        row = named[tuple(place[name] for name in KEY)]
+        chance.setdefault(place["stratum"], place["inclusion_probability"])
+        low, high = mass_of(place["stratum"])
+        assert low <= p[row] < high
+    assert sum(of["rows"] for of in sheet.key["strata"].values()) == (keys["temperature"] > 0).sum()
+    by_size = [chance[name] for name in sorted(chance, key=mass_of)]
+    assert by_size == sorted(by_size) and by_size[0] < by_size[-1]
+
+
+def mass_of(stratum: str) -> tuple[float, float]:
+    """The least and the largest probability of a stratum."""
+    ends = [1 / int(text) for text in re.findall(r"1/(\d+)", stratum)]
+    return (0, *ends) if stratum.startswith("p <") else (*ends, 2)[:2]
 
 
 def test_turns_with_one_drawn_token_are_those_and_as_often_follow_ups(used, out, slow):

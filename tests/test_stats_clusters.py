@@ -41,6 +41,30 @@ def test_a_share_of_16_turns_is_not_one_event():
     assert one_of_all.method == "clopper-pearson"  # events stay events
 
 
+@pytest.mark.parametrize("queries", [8, 24, 140])
+@pytest.mark.parametrize("kind", ["any", "rare"])
+def test_a_mass_is_a_bounded_mean(kind, queries):
+    """Where masses have any value, the interval is Student's, about. Where most are near 0 and few
+    are large, Student's holds the truth far too rarely, and this one doesn't."""
+    rng, found = np.random.default_rng(5), []
+    for _ in range(300):
+        values, truth = rng.beta(1, 1.2, queries), 1 / 2.2
+        if kind == "rare":
+            large = rng.random(queries) < 0.03
+            values = np.where(large, rng.uniform(0.3, 1, queries), rng.uniform(0, 0.02, queries))
+            truth = 0.03 * 0.65 + 0.97 * 0.01
+        one = cluster_mean(values, range(queries), proportion=True)
+        plain = cluster_mean(values, range(queries))
+        found.append([e.low <= truth <= e.high for e in (one, plain)])
+        found[-1] += [e.high - e.low for e in (one, plain)]
+    covered, plain, width, of_plain = np.mean(found, axis=0)
+    assert covered > 0.92
+    if kind == "any":
+        assert width < 1.02 * of_plain
+    elif queries < 140:
+        assert plain < 0.7
+
+
 def test_a_bootstrap_equals_copying_the_rows_of_the_sources_drawn():
     rng = np.random.default_rng(3)
     sources = np.repeat(np.arange(12), rng.integers(1, 6, 12))

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from ia_mech.stats import cluster_mean, prediction_powered
+from ia_mech.judge.sheets import allocate
+from ia_mech.stats import cluster_mean, corrected_labels, corrected_mean, prediction_powered
 
 
 def judged_run(rng, rate, sensitivity=0.8, specificity=0.95, sources=80, rows=8, annotated=200):
@@ -140,3 +141,90 @@ def test_where_there_is_no_corrected_rate():
     ):
         with pytest.raises(ValueError, match=message):
             prediction_powered([1, 0], truth, "ab", inclusion=inclusion)
+
+
+# -- masses ----------------------------------------------------------------------------------------
+
+
+def first_tokens(rng, rate, queries=100, tokens=12):
+    """Sources, probabilities that sum to 0.9 a source, verdicts of a judge that calls three in ten
+    of what is none a follow-up, and the truth, whose mean mass is 0.9 of the rate."""
+    source = np.repeat(np.arange(queries), tokens)
+    p = 0.9 * rng.dirichlet(np.full(tokens, 0.5), queries).ravel()
+    truth = rng.random(len(p)) < rng.beta(2 * rate, 2 * (1 - rate), queries)[source]
+    verdict = rng.random(len(p)) < np.where(truth, 0.9, 0.3)
+    return source, p, verdict.astype(float), truth.astype(float)
+
+
+def annotated(rng, p, truth, labels):
+    """Annotations of a sample that is stratified by probability, and inclusion probabilities."""
+    band = np.digitize(p, [1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2]).astype(str)
+    sizes = {str(name): int((band == name).sum()) for name in np.unique(band)}
+    known, inclusion = np.full(len(p), np.nan), np.full(len(p), np.nan)
+    for name, n in allocate(sizes, labels, {one: p[band == one].sum() for one in sizes}).items():
+        at = rng.choice(np.flatnonzero(band == name), n, replace=False)
+        known[at], inclusion[at] = truth[at], n / sizes[name]
+    return known, inclusion
+
+
+def test_corrected_labels_equal_a_slow_reference():
+    rng = np.random.default_rng(0)
+    source, p, verdict, truth = first_tokens(rng, 0.4, 12, 5)
+    kind = np.where(rng.random(len(p)) < 0.3, "other", verdict.astype(str))
+    known, inclusion = annotated(rng, p, truth, 30)
+    kind[7], known[7] = "alone", 1.0  # nothing says what to expect of its kind, but the judge
+    inclusion[7] = 0.5
+    found = corrected_labels(verdict, kind, known, source, inclusion=inclusion, worth=p)
+    for row in range(len(p)):
+        others = (kind == kind[row]) & (source != source[row]) & ~np.isnan(known)
+        expected = verdict[row]
+        if others.any():
+            expected = np.average(known[others], weights=(p / inclusion)[others])
+        if not np.isnan(known[row]):
+            expected += (known[row] - expected) / inclusion[row]
+        assert found[row] == pytest.approx(expected, abs=1e-12)
+    whole = corrected_labels(verdict, kind, truth, source, inclusion=np.ones(len(p)), worth=p)
+    np.testing.assert_allclose(whole, truth, atol=1e-12)
+
+
+@pytest.mark.parametrize("rate", [0.02, 0.3, 0.9])
+def test_corrected_masses_are_unbiased_and_covered_and_the_judge_s_are_not(rate):
+    rng, found, truth = np.random.default_rng(1), [], 0.9 * rate
+    for _ in range(200):
+        source, p, verdict, true = first_tokens(rng, rate)
+        known, inclusion = annotated(rng, p, true, 150)
+        labels = corrected_labels(verdict, verdict, known, source, inclusion=inclusion, worth=p)
+        by_judge, mass = (np.bincount(source, p * of) for of in (verdict, labels))
+        noted = np.bincount(source, ~np.isnan(known)) > 0
+        own = corrected_mean(mass, noted, range(100))
+        judged = cluster_mean(by_judge, range(100), proportion=True)
+        found.append([mass.mean() - truth, *(e.low <= truth <= e.high for e in (own, judged))])
+        found[-1].append(own.high - own.low)
+    away, covered, of_judge, width = np.mean(found, axis=0)
+    assert abs(away) < 3 * np.std(found, axis=0)[0] / np.sqrt(200)
+    assert covered > 0.92 and of_judge < 0.15
+    assert width < 0.2
+
+
+def test_differences_of_corrected_masses_are_covered():
+    """The first token's mass minus the likeliest token: one set of labels, paired by query."""
+    rng, covered = np.random.default_rng(2), []
+    for _ in range(200):
+        source, p, verdict, true = first_tokens(rng, 0.3)
+        true = np.where(p > 0.3, true * (rng.random(len(p)) < 0.6), true)  # likely ones less often
+        known, inclusion = annotated(rng, p, true, 150)
+        labels = corrected_labels(verdict, verdict, known, source, inclusion=inclusion, worth=p)
+        likeliest = p.reshape(100, -1).argmax(1) + np.arange(0, len(p), 12)
+        of_rows, of_truth = (
+            np.bincount(source, p * of) / 0.9 - of[likeliest] for of in (labels, true)
+        )
+        e = cluster_mean(of_rows, range(100))
+        covered.append((e.low, e.high, of_truth.mean()))
+    low, high, truths = np.array(covered).T
+    assert np.mean((low <= truths.mean()) & (truths.mean() <= high)) > 0.92
+
+
+def test_there_is_no_corrected_mean_without_annotated_queries():
+    assert np.isnan(corrected_mean([0.2, 0.4], [True, False], "ab").value)
+    none = corrected_mean(np.zeros(40), np.arange(40) < 20, range(40))
+    assert none.value == none.low == 0 and 0.1 < none.high < 0.2  # by 20 queries, not 40

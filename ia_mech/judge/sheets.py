@@ -1,10 +1,11 @@
 """Blind sheets: user turns for annotators to label, and the way back of their labels.
 
 A sheet is a random sample of the run's rows (a row is one generated turn), stratified by a judge's
-categories. A fifth of its rows are decoys, whose labels only give the annotator's floor. The key,
-with each row's inclusion probability, stays in the run. The sheet is written as a table (CSV) and
-as a page to annotate in (:mod:`ia_mech.page`), which saves such a table; only tables are read back.
-A model wrote the texts, so they aren't trusted: they are made inert
+categories, or, of turns that go on from each likely first token, by the token's probability. A
+fifth of its rows are decoys, whose labels only give the annotator's floor. The key, with each row's
+inclusion probability, stays in the run. The sheet is written as a table (CSV) and as a page to
+annotate in (:mod:`ia_mech.page`), which saves such a table; only tables are read back. A model
+wrote the texts, so they aren't trusted: they are made inert
 (:func:`ia_mech.untrusted.spreadsheet_safe`) and never read back.
 """
 
@@ -16,7 +17,9 @@ import json
 import math
 import re
 from collections import Counter
+from collections.abc import Mapping
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,8 +42,11 @@ PAGE_KEYS = "123456789abcfghijklmopqrstvwxyz"  # of categories on the page; "0" 
 COLUMNS = ("item", "query", "response", "response_complete", "user_turn", "category", "note")
 # Strata that are no category, beside ``failed``: of all turns without a judge, and of decoys.
 ALL, DECOY = "all", "decoy"
+USUAL = 200  # turns on a sheet
 DECOY_SHARE = 0.25  # of the number of turns: a fifth of the sheet
 LEAST_PER_STRATUM = 5  # rows of a stratum, where it has so many
+# Inverse probabilities: between those of two neighbours lie the first tokens of a stratum.
+BANDS = (2, 4, 8, 16, 32)
 
 COLUMNS_READ = ("item", "category", "note")  # the last may be absent
 
@@ -53,15 +59,16 @@ class Sheet(NamedTuple):
 
 
 def export_sheet(
-    run: Run, n: int, *, judge: str | None = None, seed: int = 0, name: str | None = None
+    run: Run, n: int | None, *, judge: str | None = None, seed: int = 0, name: str | None = None
 ) -> Sheet:
     """Draw a sheet; nothing is written.
 
-    ``n`` rows are drawn at random without replacement within strata. A quarter as many decoys are
-    added, equally many of each kind that there is. Draws depend on the seed and the sheet's name:
-    two sheets of a run are independent samples. The strata are the categories of the judge
-    ``judge`` (by default that of :func:`ia_mech.run.labels.choose_judge`; without a judge all are
-    one stratum), whose rubric is the sheet's.
+    ``n`` rows (if not given, 200, or all) are drawn at random without replacement within strata. A
+    quarter as many decoys are added, equally many of each kind that there is. Draws depend on the
+    seed and the sheet's name: two sheets of a run are independent samples. The strata are the
+    categories of the judge ``judge`` (by default that of
+    :func:`ia_mech.run.labels.choose_judge`; without a judge all are one stratum), whose rubric is
+    the sheet's. Of a run that goes on from each likely first token, they are :func:`bands`.
 
     Raises:
         UserError: an unfinished run; no such judge, or one has to be named; n that the run can't
@@ -71,25 +78,29 @@ def export_sheet(
     rows = run.turns
     if judge is None and run.labels.judges:
         judge = choose_judge([run], None)
-    if not 1 <= n <= len(rows):
-        raise UserError(
-            f"a sheet of {n} turns can't be drawn: {run.path} has {len(rows)} user turns",
-            f"give --n from 1 to {len(rows)} ({len(rows)} takes them all)",
-        )
-    strata = np.array([ALL] * len(rows))
-    if judge is not None:
+    strata, worth = np.array([ALL] * len(rows)), None
+    if run.settings["first_tokens"]:
+        strata, worth = bands(run)
+    elif judge is not None:
         labels = run.labelled(judge, texts=False)["category"]
         strata = labels.astype(object).fillna(FAILED).to_numpy()
-    sizes = dict(sorted(Counter(strata.tolist()).items()))
+    sizes = dict(sorted(Counter(strata[strata != ""].tolist()).items()))
+    count = sum(sizes.values())
+    n = min(USUAL, count) if n is None else n
+    if not 1 <= n <= count:
+        raise UserError(
+            f"a sheet of {n} turns can't be drawn: {run.path} has {count} user turns",
+            f"give --n from 1 to {count} ({count} takes them all)",
+        )
     if n < len(sizes):
         raise UserError(
-            f"--n {n} can't cover the {len(sizes)} strata by judge {judge!r} ({', '.join(sizes)})",
+            f"--n {n} can't cover the {len(sizes)} strata of {run.path} ({', '.join(sizes)})",
             f"give --n {len(sizes)} or more; {LEAST_PER_STRATUM * len(sizes)} would be sensible",
         )
     identity = run.identity_digest
     name = check_name(name or "sheet-" + _hash(identity, judge, n, seed)[:8])
     rng = np.random.default_rng(int(_hash(identity, name, n, seed)[:16], 16))
-    sampled = allocate(sizes, n)
+    sampled = allocate(sizes, n, worth)
     chosen = {
         stratum: rng.choice(np.flatnonzero(strata == stratum), count, replace=False).tolist()
         for stratum, count in sampled.items()
@@ -136,18 +147,38 @@ def export_sheet(
     return Sheet(sheet, key)
 
 
-def allocate(sizes: dict[str, int], n: int) -> dict[str, int]:
+def bands(run: Run) -> tuple[np.ndarray, dict[str, float]]:
+    """The strata of a run's first tokens, by their probability, and how much each stratum holds.
+
+    A likely first token counts more in a mass. Rows that are drawn by how much their stratum holds,
+    within a factor of 2 by how much they hold themselves, make a corrected mass most precise, and
+    unlikely ones are drawn, too. The greedy turn is in no stratum (an empty text): it stands there
+    again, as the likeliest first token's.
+    """
+    p = np.exp(run.generations["logprob_tempered"].astype(float).to_numpy())
+    names = [f"p >= 1/{BANDS[0]}"]
+    names += [f"1/{low} <= p < 1/{high}" for high, low in pairwise(BANDS)]
+    names += [f"p < 1/{BANDS[-1]}"]
+    strata = np.array(names)[(p[:, None] < 1 / np.array(BANDS)).sum(1)]
+    strata[(run.turns["temperature"] == 0).to_numpy()] = ""
+    return strata, {name: float(p[strata == name].sum()) for name in names}
+
+
+def allocate(
+    sizes: dict[str, int], n: int, worth: Mapping[str, float] | None = None
+) -> dict[str, int]:
     """How many rows to draw of each stratum; they sum to n, which covers all strata.
 
     At least :data:`LEAST_PER_STRATUM` of each (fewer if it has fewer or n is short), the rest by
-    the square root of its size: between proportional, which would leave rare categories out, and
-    equal, which would give them most of the work. Rows are handed out one by one by Sainte-Laguë's
-    method.
+    its ``worth``. That is the square root of its size, if not given: between proportional, which
+    would leave rare categories out, and equal, which would give them most of the work. Rows are
+    handed out one by one by Sainte-Laguë's method.
     """
+    worth = worth or {name: math.sqrt(size) for name, size in sizes.items()}
     counts = {name: min(LEAST_PER_STRATUM, size, n // len(sizes)) for name, size in sizes.items()}
     for _ in range(n - sum(counts.values())):
         left = [name for name in sizes if counts[name] < sizes[name]]
-        counts[max(left, key=lambda name: math.sqrt(sizes[name]) / (2 * counts[name] + 1))] += 1
+        counts[max(left, key=lambda name: worth[name] / (2 * counts[name] + 1))] += 1
     return counts
 
 
@@ -351,14 +382,16 @@ def export_command(args: argparse.Namespace) -> None:
     if out is not None:
         out = out.with_name(re.sub(r"\.(csv|html)$", "", out.name))
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", out.name).lstrip("._-") or None
-    turns = min(200, len(run.turns)) if args.n is None else args.n
-    sheet = export_sheet(run, turns, judge=args.judge, seed=args.seed, name=name)
+    sheet = export_sheet(run, args.n, judge=args.judge, seed=args.seed, name=name)
     # Not the run's name: it holds the model's and the dataset's.
     out = out or run.path.resolve().parent / sheet.key["sheet"]
     files = write_sheet(run, sheet, out)
     key, judge = sheet.key, sheet.key["judge"]
     how = f"by categories of {judge['name']}" if judge else "in one stratum, as no judge judged it"
-    print(f"{key['n']} of {len(run.turns)} turns, {how}:")
+    if run.settings["first_tokens"]:
+        how = "by the probability of their first token"
+    rows = sum(stratum["rows"] for stratum in key["strata"].values())
+    print(f"{key['n']} of {rows} turns, {how}:")
     for stratum, count in key["strata"].items():
         print(f"  {heading(stratum):<24}{count['drawn']:>5} of {count['rows']:>6}")
     if decoys := len(key["items"]) - key["n"]:
@@ -389,7 +422,7 @@ def import_command(args: argparse.Namespace) -> None:
             "turns without a category are left out: the others count as a random part of a stratum"
         )
     if unseen := [name for name, stratum in strata.items() if not stratum["filled"]]:
-        names = " or ".join(map(heading, unseen))
-        print(f"no label is of a turn that the judge calls {names}: no figure covers such turns")
+        names = ", ".join(map(heading, unseen))
+        print(f"no label is of the strata {names}: no figure covers such turns")
     print(f"labels: {path}")
     print(f"next: {program()} judge agreement {shell_word(args.run)}")

@@ -159,7 +159,7 @@ def read_runs(
     runs = open_runs(runs)
     judge = choose_judge(runs, judge)
     record = _record_of_one_judge(runs, judge)
-    annotator = _choose_annotator(runs, annotator)
+    annotator = choose_annotator(runs, annotator)
     turns: list[pd.DataFrame] = []
     decoys: list[pd.DataFrame] = []
     earlier: list[tuple[Path, pd.MultiIndex]] = []
@@ -244,7 +244,9 @@ def _record_of_one_judge(runs: list[Run], judge: str) -> dict[str, Any]:
     return records[0]
 
 
-def _choose_annotator(runs: list[Run], annotator: str | None) -> str | None:
+def choose_annotator(runs: list[Run], annotator: str | None) -> str | None:
+    """Whose labels count: those of the ``annotator`` that is named, else of the only one; None
+    where there is none. UserError where one has to be named, or has no labels."""
     if annotator == NO_ANNOTATOR:
         return None
     names = sorted({name for run in runs for name in run.labels.annotators})
@@ -284,7 +286,7 @@ def _turns_and_decoys(
         turns[name] = pd.Categorical.from_codes([0] * len(turns), [value])
     turns["fitted"] = turns["fitted"].fillna(False).astype(bool)
     turns["context"] = _contexts(run, turns)
-    turns["unlabelled"] = _unlabelled(run, turns, annotator, judge)
+    turns["unlabelled"] = unlabelled(run, turns, annotator, judge)
     named = set(OUT_OF_ROLE) & set(rubric_of(run.labels.record("judgements", judge)).names)
     outside = turns["category"].isin(named).astype(float)
     turns["out_of_role"] = outside.where(turns["follow_up"].notna() & bool(named))
@@ -351,7 +353,7 @@ def _pooled(frames: list[pd.DataFrame]) -> pd.DataFrame:
     return pooled.astype(dict.fromkeys(names, "category"))
 
 
-def _unlabelled(run: Run, turns: pd.DataFrame, annotator: str | None, judge: str) -> str:
+def unlabelled(run: Run, turns: pd.DataFrame, annotator: str | None, judge: str) -> str:
     """The run, or a stratum of it, of which the annotator labelled no turn; else empty."""
     if annotator is None:
         return ""

@@ -6,6 +6,7 @@ test. ``benchmarks/coverage.py`` measures how well they keep their level:
 
 - a rate: Wilson's interval, with the effective number of turns; of a rate of 0 or 1 the exact bound
   1 − 0.05^(1/n) for n queries;
+- a corrected mass: the same, of sums of corrected labels (the difference estimator);
 - a difference of two rates: both rates' intervals and the correlation between them (MOVER);
 - a floor, an excess: Student's t, with a variance that knows that a decoy shares one query with
   some decoys and another one with others;
@@ -19,7 +20,7 @@ from ia_mech.stats.auroc import auroc_columns
 from ia_mech.stats.clusters import cluster_bootstrap, cluster_mean, weighted_share
 from ia_mech.stats.components import variance_components
 from ia_mech.stats.confidence_set import model_confidence_set
-from ia_mech.stats.correction import prediction_powered
+from ia_mech.stats.correction import corrected_labels, corrected_mean, prediction_powered
 from ia_mech.stats.decomposition import Decomposition, decomposed_difference
 from ia_mech.stats.differences import Difference, group_difference, paired_difference
 from ia_mech.stats.dyads import dyadic_difference, dyadic_mean, dyadic_test
@@ -38,6 +39,8 @@ __all__ = [
     "balanced_accuracy",
     "cluster_bootstrap",
     "cluster_mean",
+    "corrected_labels",
+    "corrected_mean",
     "decomposed_difference",
     "dyadic_difference",
     "dyadic_mean",

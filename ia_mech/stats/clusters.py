@@ -33,8 +33,9 @@ def cluster_mean(
     Args:
         values: ``[n]`` numbers; NaN entries are left out.
         sources: ``[n]`` the source of each, any hashable labels.
-        proportion: the mean is a rate: values lie between 0 and 1. If they are 0 or 1, each is an
-            event; shares of several events vary less, and their variance alone counts.
+        proportion: the mean is a rate or a mass: values lie between 0 and 1. If they are 0 or 1,
+            each is an event; shares of events vary less, and their variance alone counts. Sources
+            unlike those seen may have any such value.
         level: coverage.
         weights: ``[n]``, for instance inverse inclusion probabilities; rows of weight 0 are left
             out. None: a source counts by its number of rows.

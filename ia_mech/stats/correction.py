@@ -1,4 +1,4 @@
-"""Correct a rate for a judge's errors, by the rows that were also annotated.
+"""Correct rates and masses for a judge's errors, by the rows that were also annotated.
 
 A judge's errors move a rate, most of all one near zero: with a specificity of 0.98, a rate of 0
 looks like 2%. The correction takes the judge's verdict on every row and the annotations of some,
@@ -12,7 +12,15 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ia_mech.stats.clusters import weighted_share
-from ia_mech.stats.intervals import Estimate, clustered_wilson, combined, hull, unseen
+from ia_mech.stats.intervals import (
+    Estimate,
+    clustered_wilson,
+    combined,
+    hull,
+    spread_between,
+    student,
+    unseen,
+)
 from ia_mech.stats.resampling import as_column, source_index
 
 # Columns of the table of sums per source: the number of rows and of the judge's positive verdicts;
@@ -100,6 +108,94 @@ def prediction_powered(
     if (influence**2).sum() > 0:
         low, high = hull((low, high), clustered_wilson(moments, sizes.sum(), level))
     return Estimate(value, max(low, 0.0), min(high, 1.0), count, "wilson")
+
+
+def corrected_labels(
+    verdicts: ArrayLike,
+    kinds: Iterable[Hashable],
+    truth: ArrayLike,
+    sources: Iterable[Hashable],
+    *,
+    inclusion: ArrayLike,
+    worth: ArrayLike,
+) -> np.ndarray:
+    """``[n]`` numbers in place of the judge's verdicts: any weighted sum of them is, on average
+    over draws of the annotated rows, that of annotations of all rows.
+
+    The difference estimator of survey sampling (Horvitz & Thompson 1952; Särndal, Swensson &
+    Wretman 1992, chapter 6), which prediction-powered inference rests on (Angelopoulos et al. 2023,
+    Science 382:669). A row's number is what is expected of it, and, if it is annotated, how far the
+    annotation is from that, by inverse inclusion probability. Expected is the mean annotation of
+    rows of its kind, such as the judge's category, that are of other sources: no annotation adds to
+    what is expected of itself. If there are none, it is the judge's verdict.
+
+    Single numbers may lie outside [0, 1]. Their sums over sources are nearly independent, so means
+    have :func:`corrected_mean`'s interval, which the draw without replacement makes a little wide.
+
+    Args:
+        verdicts: ``[n]`` the judge's, 0 or 1; NaN, for which there is no number either.
+        kinds: ``[n]`` what the judge says of each row, as labels.
+        truth: ``[n]`` the annotation of each row, 0 or 1; NaN where there is none.
+        sources: ``[n]`` each row's source.
+        inclusion: ``[n]`` the probability with which a row was chosen for annotation, in (0, 1];
+            ignored for rows without an annotation.
+        worth: ``[n]`` how much each row adds to a sum, about: a row's weight among its kind.
+    """
+    index, clusters = source_index(sources)
+    kind, number = source_index(kinds)
+    verdict = _binary(verdicts, len(index), "verdicts")
+    actual = _binary(truth, len(index), "truth")
+    noted = ~np.isnan(actual + verdict)
+    weights = np.where(noted, 1 / as_column(inclusion, len(index), "inclusion"), 0.0)
+    actual = np.where(noted, actual, 0.0)
+
+    def of_others(column: np.ndarray) -> np.ndarray:
+        """``[n]`` the sum over rows of a row's kind that are of other sources."""
+        cells = np.bincount(kind * clusters + index, column, number * clusters)
+        table = cells.reshape(number, clusters)
+        return (table.sum(1, keepdims=True) - table)[kind, index]
+
+    heavy = weights * as_column(worth, len(index), "worth")
+    total, of = of_others(heavy * actual), of_others(heavy)
+    known = (of > 1e-9 * heavy.sum()) & ~np.isnan(verdict)  # not the rounding of 0
+    expected = np.divide(total, of, out=verdict.copy(), where=known)
+    return expected + weights * (actual - np.nan_to_num(expected))
+
+
+def corrected_mean(
+    values: ArrayLike, annotated: ArrayLike, sources: Iterable[Hashable], *, level: float = 0.95
+) -> Estimate:
+    """The mean of sums of :func:`corrected_labels`, which is a mean of shares, though the sums may
+    lie outside [0, 1].
+
+    The interval is that of any mean of shares (``intervals.rate_interval``), but no narrower than
+    what sources could add that are unlike the annotated ones. There is none where fewer than two
+    sources are annotated.
+
+    Args:
+        values: ``[n]``; NaN is left out.
+        annotated: ``[n]`` whether annotations went into a value.
+        sources: ``[n]`` each value's source.
+        level: coverage.
+    """
+    index, _ = source_index(sources)
+    column = as_column(values, len(index), "values")
+    kept = ~np.isnan(column)
+    seen = len(np.unique(index[kept & np.asarray(annotated, dtype=bool)]))
+    _, index = np.unique(index[kept], return_inverse=True)
+    table = np.stack([np.bincount(index, column[kept]), np.bincount(index)], axis=1)
+    if seen < 2:
+        return Estimate(np.nan, np.nan, np.nan, len(table), "fewer than 2 annotated queries")
+    mean = float(table[:, 0].sum() / table[:, 1].sum())
+    value = float(np.clip(mean, 0, 1))
+    ends = unseen(value, seen, level)
+    if spread_between(table).variance:
+        if 0 < mean < 1:
+            ends = hull(ends, clustered_wilson(table, np.inf, level))
+        else:
+            alone = student(table, level)
+            ends = hull(ends, (alone.low, alone.high))
+    return Estimate(value, *ends, len(table), "wilson").clip(0, 1)
 
 
 def _unseen_errors(
