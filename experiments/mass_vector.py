@@ -101,7 +101,7 @@ class MassVector(Vectors):
     queries_used = 60
     positions = ("header_last",)
     terms = LEARNED, PERMUTED
-    shares = GREEDY, GREEDY_ROLE
+    shares = SHARES
     less: ClassVar = {
         "minus permuted": {"term": PERMUTED},
         "minus unsteered": {"layer": UNIT, "term": UNSTEERED},
