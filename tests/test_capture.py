@@ -103,6 +103,15 @@ def test_probes_read_captured_states_of_the_turns_that_count(kept, tiny_subject,
     assert np.array_equal(found.at(4, "turn:1"), own.numpy())
     for text, ids in zip(found.contexts["text"], turns["token_ids"], strict=True):
         assert text.endswith(f" token{ids[0]} token{ids[1]}")
+    capture(Wanted(Run(folder), ["query:0"], [2, 4], ["attn"]), tiny_subject, Quiet())
+    apart = read([folder], tokens=["turn:0", "query:0"], component="attn")  # in other files
+    assert list(apart.layers) == [2, 4] and len(apart.contexts) == len(apart.at(4, "query:0"))
+    assert np.array_equal(apart.at(2, "turn:0")[: len(turns)], found.at(2, "turn:0"))
+    both = Run(folder).residuals([2, 4], tokens=["query:0", "header:-1"], component="attn")
+    each = [
+        Run(folder).residuals([2, 4], tokens=x, component="attn") for x in ("query:0", "header:-1")
+    ]
+    assert torch.equal(both, torch.stack(each, 2))
     context = read([folder], tokens=["header:-1"], component="attn")
     assert context.contexts["trials"].tolist() == [4] * 4
     own = run.residuals(2, tokens="header:-1", component="attn")

@@ -153,6 +153,10 @@ def test_a_field_of_the_data_tells_rates_apart(run, rates):
     assert table.legend.startswith("–: rows of the data without it")
     same = "By topic, all 2 groups have the same rate of greedy turns: 0.00."
     assert same in made.sentence
+    single = result(read_runs([run], by="n")).tables[0]  # a query each
+    cells = [cell for row in single.rows for cell in row]
+    assert len(single.rows) == 3 * len(ids) and not any("[" in cell for cell in cells)
+    assert "0 of 1" in cells and any(cell.endswith("(1 query)") for cell in cells)
     run.metadata["tags"] = [["a"]] * len(ids)
     with pytest.raises(UserError, match=r"field 'tags' of .* values that are lists or objects"):
         read_runs([run], by="tags")

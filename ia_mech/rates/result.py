@@ -25,9 +25,6 @@ QUESTION = "How often are the user turns follow-ups?"
 Columns = dict[str, tuple[str, int | str]]  # of a table: which estimates → head and format
 LINES = ("model", "perturbation", "dataset", "temperature")
 NO_VALUE = "–"  # what Run.groups calls rows without the field
-OF_BOTH = (  # of floor and excess
-    "The queries of these two columns are those of the turns and of the wrong conversations."
-)
 OWN, THERE = "follow-ups", "follow-ups there"  # heads of columns
 FOLLOW_UPS: Columns = {
     "follow_up": ("follow-ups", 2),
@@ -231,8 +228,6 @@ def _tables(
             table = replace(
                 table, legend=f"{NO_VALUE}: rows of the data without it. {table.legend}"
             )
-        if "floor" in set(each["quantity"]):
-            table = replace(table, legend=f"{table.legend} {OF_BOTH}")
         tables.insert(0, replace(table, columns=columns))
     elif each["dataset"].nunique() > 1:
         tables.append(_rate_table("rates by dataset", each, FOLLOW_UPS | OTHERS, full=True))
@@ -252,12 +247,19 @@ def _tables(
 def _rate_table(
     title: str, rows: pd.DataFrame, heads: Columns, *, every: bool = False, full: bool = False
 ) -> Table:
-    """A line per temperature; ``every``: lines name their dataset, even where there is one."""
+    """A line per temperature; ``every``: lines name their dataset, even where there is one.
+
+    Where a line's turns are of too few queries for an interval, none of its numbers has one, though
+    wrong conversations are of further queries.
+    """
     floor = rows["quantity"].isin(["floor", "excess"])
     floor &= (rows["decoy"] == WRONG) & rows["temperature"].notna()
     own = rows[rows["decoy"].isna() | floor].sort_values(list(LINES), kind="stable")
     of_outcome = own["quantity"] == "rate"
     own = own.assign(key=own["outcome"].where(of_outcome, own["quantity"]))
+    queries = own["sources"].where(own["key"] == "follow_up")
+    queries = queries.groupby([own[name] for name in LINES], dropna=False).transform("max")
+    own["sources"] = own["sources"].clip(upper=queries.fillna(own["sources"])).astype(int)
     there = {own_name for own_name in set(own["key"]) if own_name in heads}
     legend = " ".join(text for name, text in LEGENDS.items() if name in there)
     lines = LINES if own["dataset"].nunique() > 1 or not every else (*LINES, "dataset")

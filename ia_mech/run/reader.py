@@ -500,11 +500,19 @@ class Run:
         return self._chosen_layers(layer)[0]
 
     def captured_layers(self, tokens: str | Sequence[str], component: str = "resid") -> list[int]:
-        """The layers at which ``ia-mech capture`` has added tokens."""
-        names = token_names([tokens] if isinstance(tokens, str) else tokens)
-        found = [kept.keys() for kept, about in self._states() if {*names} <= {*about["tokens"]}]
-        there = {*chain.from_iterable(found)}
-        return [n for n in self.layers if layout.state_name(component, n) in there]
+        """The layers at which ``ia-mech capture`` has added all of these tokens."""
+        there: dict[str, set[str]] = {name: set() for name in self._token_names(tokens)}
+        for kept, about in self._states():
+            for name in there.keys() & {*about["tokens"]}:
+                there[name] |= {*kept.keys()}
+        return [
+            n
+            for n in self.layers
+            if all(layout.state_name(component, n) in of for of in there.values())
+        ]
+
+    def _token_names(self, words: str | Sequence[str]) -> list[str]:
+        return token_names([words] if isinstance(words, str) else words)
 
     def _states(self) -> Iterator[tuple[Any, dict[str, Any]]]:
         """The files of what was captured, each open, with the tokens and turns that it holds."""
@@ -524,7 +532,7 @@ class Run:
         if no turns are given; one token's axis is left out."""
         import torch
 
-        tokens = token_names([words] if isinstance(words, str) else words)
+        tokens = self._token_names(words)
         if turns is None:
             turns = self.turns[self.turns["temperature"] == 0]
         self._rows_of(turns)
@@ -535,18 +543,26 @@ class Run:
                 "give rows of run.generations or run.labelled()",
             )
         wanted = [*turns[key].itertuples(index=False, name=None)]
-        missing, names = {*wanted}, [layout.state_name(component, n) for n in layers]
-        found: dict[tuple[Any, ...], Tensor] = {}
-        for kept, about in self._states():
-            if not ({*names} <= {*kept.keys()} and {*tokens} <= {*about["tokens"]}):
-                continue
-            there = [tuple(turn[: len(key)]) for turn in about["turns"]]
-            if rows := [row for row, turn in enumerate(there) if turn in missing]:
-                at = [about["tokens"].index(name) for name in tokens]
-                each = torch.stack([kept.get_tensor(name)[rows][:, at] for name in names], 1)
-                found.update(zip([there[row] for row in rows], each, strict=True))
-                missing -= found.keys()
-        if missing:
+        shape = len(wanted), len(layers), len(tokens)
+        whole, there = torch.empty(*shape, self.model["d_model"]), np.zeros(shape, bool)
+        for kept, about in self._states():  # each may hold some of the layers, tokens and turns
+            names = [layout.state_name(component, layer) for layer in layers]
+            names = [name if name in {*kept.keys()} else "" for name in names]
+            for at, token in enumerate(tokens):
+                if token not in about["tokens"] or not any(names):
+                    continue
+                end = len(key) if of_turns([token]) else 1  # a context's is that of all its turns
+                row_of = {tuple(one[:end]): row for row, one in enumerate(about["turns"])}
+                rows = {
+                    n: row_of[own] for n, one in enumerate(wanted) if (own := one[:end]) in row_of
+                }
+                for n, name in enumerate(names):
+                    if name and rows:
+                        states = kept.get_tensor(name)[:, about["tokens"].index(token)]
+                        whole = whole.to(states.dtype)
+                        whole[[*rows], n, at] = states[[*rows.values()]]
+                        there[[*rows], n, at] = True
+        if missing := {one for one, has in zip(wanted, there, strict=True) if not has.all()}:
             temperatures = sorted({turn[1] for turn in missing}) if of_turns(tokens) else []
             raise UserError(
                 f"{component} of {' '.join(tokens)} at layers {layers} isn't in {self.path}"
@@ -556,8 +572,6 @@ class Run:
                 + "".join([" --temperature", *(f" {one:g}" for one in temperatures)])
                 * (temperatures not in ([], [0])),
             )
-        empty = torch.empty(0, len(layers), len(tokens), self.model["d_model"])
-        whole = torch.stack([found[turn] for turn in wanted]) if wanted else empty
         return whole[:, :, 0] if isinstance(words, str) and len(tokens) == 1 else whole
 
     def _chosen_layers(self, layer: Any) -> tuple[list[int], bool]:
