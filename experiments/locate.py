@@ -465,9 +465,8 @@ class Bits(Grid):
             )
         cells = only(found, BITS)
         cells = cells[cells["layer"].notna() & (cells["term"] != FIRST)]
-        if self.whole is None and len(
-            cells := cells[cells["temperature"] == cells["temperature"].max()]
-        ):
+        cells = cells[cells["temperature"] == cells["temperature"].max()]
+        if self.whole is None and len(cells):
             shown = [
                 f"{row['term']} after layer {row['layer']} {cell_of(row, 2)}"
                 for _, row in cells[cells["low"] > 0].iterrows()
