@@ -13,8 +13,17 @@ import pandas as pd
 from benchmarks.coverage_data import percent, table
 from experiments.change import AFTER_RESPONSE, HEADER, OWN, QUERY, RESPONSE
 from experiments.control import estimate_best
-from experiments.grid import ABOVE_TENTH, BITS, HITS, SHARE
-from experiments.locate import LEFT_OUT, LESS_QUERY, WINDOW, estimates, window_set
+from experiments.locate import (
+    ABOVE_TENTH,
+    BITS,
+    HITS,
+    LEFT_OUT,
+    LESS_QUERY,
+    SHARE,
+    WINDOW,
+    estimates,
+    window_set,
+)
 from experiments.outcome import OWN_SCORES, SCORES, query_bits_of
 from ia_mech.likelihood.carried import CANDIDATES
 

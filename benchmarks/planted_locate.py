@@ -33,8 +33,16 @@ from benchmarks.coverage_data import table
 from benchmarks.planted_routes import DEPTH, DIRECT, GREEDY, ROUTES, SAMPLED, Kind, model, siblings
 from experiments.change import HEADER, OWN, RESPONSE, STATE
 from experiments.experiment import Model
-from experiments.grid import ABOVE_TENTH, BITS, estimated
-from experiments.locate import MAY_BE_MOST, WINDOW, Locate, estimates, layer_windows
+from experiments.locate import (
+    ABOVE_TENTH,
+    BITS,
+    MAY_BE_MOST,
+    WINDOW,
+    Locate,
+    estimated,
+    estimates,
+    layer_windows,
+)
 from experiments.outcome import bits_by_cell, query_bits_of, with_own_scores
 from ia_mech.estimates import frame_of
 

@@ -4,7 +4,8 @@ A subclass lists its ``cells`` (what is changed), and of which ``outcomes`` it a
 chooses. The runner and the statistics are the same for all:
 
 - ``bits``: of a query's four responses one is the recipient, the others are candidates. Turns that
-  followed a candidate are scored after the recipient with each candidate's part.
+  followed a candidate are scored after the recipient with each candidate's part
+  (:class:`experiments.locate.Bits`).
 - ``follow-up``: the recipient is a context whose greedy turn isn't a follow-up. Turns are sampled
   after it with parts of donors: of two with a high and a low share of follow-ups, and of two with
   equal shares. Its turns are kept as a run of their own, and judged.
@@ -19,19 +20,16 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
 import pandas as pd
 
 from experiments.arms import Arm, conversations_of, verdicts_of
 from experiments.change import (
-    OWN,
     RESPONSES,
     Cell,
     Change,
     Given,
     Replaced,
     Splice,
-    Whole,
     positions_of,
 )
 from experiments.control import (
@@ -51,50 +49,30 @@ from experiments.control import (
     UNDER,
     donors_of,
     estimates,
-    ratio,
 )
 from experiments.experiment import Conclusion, Experiment, Model, Unit, flag
 from experiments.outcome import (
     IN_ROLE,
-    LEAST_QUERIES,
     ONCE_IN_ROLE,
     SCORING,
-    SiblingContexts,
-    bits_by_cell,
     parts_of,
     shares_of,
-    siblings_of,
-    with_own_scores,
 )
 from experiments.shown import Bars, Drawing, Lines, only, tables_of, told
 from ia_mech.cli import above_zero, whole_from
 from ia_mech.data.conversations import Conversation
 from ia_mech.errors import UserError
-from ia_mech.estimates import (
-    ALL,
-    Group,
-    TidyEstimate,
-    all_datasets,
-    could_show,
-    holm_corrected,
-    paired_row,
-)
+from ia_mech.estimates import TidyEstimate, all_datasets, could_show, holm_corrected
 from ia_mech.judge.rubric import ASSESSED, FOLLOW_UP, heading
-from ia_mech.likelihood.carried import CANDIDATES, CEILING, QueryBits
 from ia_mech.results import SHARE as AS_SHARE
 from ia_mech.results import Table, cell_of
 from ia_mech.run.tokens import RESID
-from ia_mech.stats import cluster_mean
 
 if TYPE_CHECKING:  # these load torch
     from torch import Tensor
 
     from ia_mech.chat.format import ChatContext
 
-BITS, HITS, SHARE = "bits", "own is likeliest", "share of expressed"
-ABOVE_TENTH = "bits above a tenth of expressed"
-EQUIVALENT = 0.1  # a share of what is expressed that counts as nothing
-LESS_FIRST = "bits, minus the first token's"
 EXCHANGED = "interchange"  # the perturbation of sampled contexts, and the key of their metadata
 TEMPERATURE = 0.7
 SAMPLES = 16
@@ -106,6 +84,7 @@ class Grid(Experiment):
 
     Class attributes:
         outcomes: name → the class that measures it; the first is the usual one.
+        whole: terms of cells after which all turns are measured; None for all cells.
         flags: of an outcome, the flags that are of use to it.
     """
 
@@ -113,6 +92,7 @@ class Grid(Experiment):
     queries_used = 60
     columns: ClassVar[Mapping[str, str]] = {**Experiment.columns, "layer": "Int64"}
     outcomes: ClassVar[Mapping[str, type["Grid"]]]
+    whole: ClassVar[tuple[str, ...] | None] = None
     flags: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
@@ -151,153 +131,9 @@ class Grid(Experiment):
         """Refuse by name what the outcome doesn't take."""
         parser = self.build_parser()
         for kind, other in self.outcomes.items():
-            for name in {*other.flags} - {*self.flags}:
+            for name in ({*other.flags} - {*self.flags}) & {*vars(self.args)}:
                 if getattr(self.args, name) != parser.get_default(name):
                     raise UserError(f"--{name} is of --outcome {kind}", "leave it out")
-
-
-def drawing(title: str, unit: str, rows: pd.DataFrame) -> Drawing:
-    """Cells by layer, or by site; what is put in after the last layer is the first token alone."""
-    by_layer = rows[rows["layer"].notna() & (rows["term"] != FIRST)]
-    if len(by_layer):
-        return Lines(title, "after layer", unit, by_layer, across="layer", levels={"": 0.0})
-    return Bars(title, unit, rows)
-
-
-# -- bits ------------------------------------------------------------------------------------------
-
-
-def estimated(
-    options: dict[str, Any],
-    quantity: str,
-    found: QueryBits,
-    base: QueryBits | None = None,
-    **names: Any,
-) -> Iterator[TidyEstimate]:
-    """Mean bits of queries, or hits (tested against the third that chance gives); minus those of
-    another arm or site, if there is one."""
-    hits = quantity.startswith(HITS)
-    group = Group(np.array(found.queries), options, {"dataset": ALL} | names)
-    values, *less = (one.hits if hits else one.bits for one in (found, base) if one)
-    if base is not None:
-        yield paired_row(group, quantity, values, found.queries, less[0], base.queries)
-    elif hits:
-        # Rounded: sums of thirds that miss 0 by 1e-17 would count as signs.
-        more = (values - 1 / CANDIDATES).round(9)
-        test = paired_row(group, quantity, more, found.queries, 0 * more, found.queries)
-        mean = group.mean(quantity, values, least=0, most=1)
-        yield replace(mean, p=test.p, test=test.test)
-    else:
-        yield group.mean(quantity, values, most=CEILING)
-
-
-def share_of(
-    options: dict[str, Any], found: QueryBits, expressed: QueryBits, **names: Any
-) -> Iterator[TidyEstimate]:
-    """What a site carries as a share of what is expressed in the same queries, and by how many bits
-    it carries more than :data:`EQUIVALENT` of that."""
-    group = Group(np.array(found.queries), options, {"dataset": ALL} | names)
-    expressed = expressed.only(found.queries)
-    if cluster_mean(expressed.bits, expressed.queries).low > 0:
-        share = ratio(found.bits, expressed.bits, found.queries, options)
-        yield group.row(SHARE, share, len(found.bits))
-    yield group.mean(ABOVE_TENTH, found.bits - EQUIVALENT * expressed.bits)
-
-
-def carried(
-    options: dict[str, Any], found: QueryBits, expressed: QueryBits | None, **names: Any
-) -> Iterator[TidyEstimate]:
-    """Bits and hits of a cell, and its share of what is expressed, if that is of the same turns."""
-    yield from estimated(options, BITS, found, **names)
-    yield from estimated(options, HITS, found, **names)
-    if expressed is not None:
-        yield from share_of(options, found, expressed, **names)
-
-
-class Bits(Grid):
-    """How many bits turns tell about the candidate that they followed."""
-
-    siblings, judged = True, False
-    flags: ClassVar[tuple[str, ...]] = ("recipients",)
-
-    def units(self) -> Iterator[SiblingContexts]:
-        queries = self.queries  # refuses runs without siblings, before the model is looked for
-        # What turns express is what their whole own context tells.
-        cells, few, used = [Cell(OWN, Whole(), every=True), *self.cells()], 0, 0
-        temperatures = self.runs[0].settings["temperatures"]
-        for query in queries:
-            how = cells, self.args.recipients, temperatures, self.args.seed
-            unit = siblings_of(query, self.chat, *how)
-            few, used = few + (unit is None), used + (unit is not None)
-            if unit is not None:
-                yield unit
-        if 0 < used < LEAST_QUERIES:
-            raise UserError(
-                f"{used} queries have {RESPONSES} different responses with a turn after each: what "
-                f"is fitted on some queries is scored on others, which takes {LEAST_QUERIES}",
-                "sample more queries",
-            )
-        if few:
-            self.notes.append(
-                f"{few} of {len(queries)} queries lack {RESPONSES} different responses "
-                "with a turn after each, and are left out."
-            )
-
-    def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
-        """Of every cell by temperature; Holm-corrected over cells."""
-        options, found = self.options, list[TidyEstimate]()
-        for t, each in bits_by_cell(with_own_scores(rows), options["seed"]).items():
-            own, first = each.get((OWN, -1)), [one for key, one in each.items() if key[0] == FIRST]
-            for (term, layer), bits in each.items() if t is not None else ():
-                names = {"term": term, "temperature": t} | ({"layer": layer} if layer >= 0 else {})
-                found += carried(options, bits, own if term != OWN else None, **names)
-                if first and term not in (OWN, FIRST):
-                    found += estimated(options, LESS_FIRST, bits, first[0], **names)
-        return holm_corrected(found)
-
-    def tables(self, found: pd.DataFrame) -> list[Table]:
-        return tables_of(
-            f"bits about which of {CANDIDATES} responses a turn followed (at most {CEILING:.2f})",
-            found,
-            {
-                BITS: ("bits", 2),
-                HITS: ("own likeliest (chance 0.33)", 2),
-                SHARE: ("enough for (share)", AS_SHARE),
-                LESS_FIRST: ("beyond the first token", "+.2f"),
-            },
-            index=("temperature", "term", "layer"),
-            rows="queries",
-            legend=f"{OWN}: what turns express; other lines: what this change alone is enough for, "
-            "everything else being another response's. Beyond the first token: minus the bits of "
-            "the state that decides the first token alone. P: Holm-corrected over lines.",
-        )
-
-    def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
-        bits = only(found, BITS)
-        bits = bits[bits["temperature"] == bits["temperature"].max()]
-        return {"cells": drawing(self.runs[0].model["name"], "bits", bits[bits["term"] != OWN])}
-
-    def conclude(self, found: pd.DataFrame) -> Conclusion:
-        t = found["temperature"].max()
-        at, what = found[found["temperature"] == t], "greedy" if t == 0 else f"T = {t:g}"
-        bits = only(at, BITS)
-        cells = bits[~bits["term"].isin([OWN, FIRST])]
-        said = []
-        for _, row in cells[cells["low"] > 0].iterrows():
-            after = f" after layer {row['layer']}" if pd.notna(row["layer"]) else ""
-            said.append(f"{row['term']}{after} {cell_of(row, 2)}")
-        if said:
-            carried = f"{len(said)} of {len(cells)} cells carry some of them: {'; '.join(said)}"
-        else:
-            carried = f"no cell is shown to carry any of them ({len(cells)} cells)"
-        first = told(at, BITS, term=FIRST)
-        return Conclusion(
-            f"Turns ({what}) tell {told(at, BITS, term=OWN)} of {CEILING:.2f} bits about which of "
-            f"{CANDIDATES} responses they followed; {carried}.",
-            "Each number compares a response with two others to the same query, whose states are "
-            "put in the same way; a hybrid of everything equals its donor."
-            + (f" The first token alone: {first}." if first else ""),
-        )
 
 
 # -- follow-ups ------------------------------------------------------------------------------------
@@ -417,21 +253,27 @@ class FollowUps(Grid):
         finished = every[~every["unfinished"].astype(bool)]
         self.contexts = finished[finished["greedy"] == 0].reset_index(drop=True)
         self.donors = self.with_donors(self.contexts["greedy"] == 0)
+        self.tell_donors(
+            f"a finished response whose greedy turn isn't {self.what}",
+            f"of {len(every)} judged conversations {len(finished)} have a finished response, and "
+            f"{len(self.contexts)} of these such a turn",
+            "give a run of more queries with finished responses, or another --category",
+        )
+
+    def tell_donors(self, recipients: str, out_of: str, remedy: str) -> None:
+        """Refuse too few recipients; else note how many there are, and how many donors."""
         if len(self.donors) < 2:
             raise UserError(
-                f"{len(self.donors)} queries have a finished response whose greedy turn isn't "
-                f"{self.what}, and donors among other queries of their dataset (of "
-                f"{len(every)} judged conversations {len(finished)} have a finished response, and "
-                f"{len(self.contexts)} of these such a turn)",
-                "give a run of more queries with finished responses, or another --category",
+                f"{len(self.donors)} queries have {recipients}, and donors among other queries of "
+                f"their dataset ({out_of})",
+                remedy,
             )
         every_donor = self.donors[list(ARMS)].stack()
         most, given = every_donor.value_counts().max(), self.contexts["source"][every_donor]
         self.notes.append(
-            f"{len(self.contexts)} of {len(every)} judged conversations are finished and have a "
-            f"greedy turn that isn't {self.what}; {len(self.donors)} of {len(self.queries)} "
-            "queries have such a recipient with donors. The donors are of "
-            f"{given.nunique()} queries; a conversation is one at most {most} times."
+            f"{out_of[:1].upper()}{out_of[1:]}. {len(self.donors)} of {len(self.queries)} queries "
+            f"have {recipients}: a recipient with donors. The donors are of {given.nunique()} "
+            f"queries; a conversation is one at most {most} times."
         )
 
     def with_donors(self, eligible: pd.Series) -> pd.DataFrame:
@@ -535,17 +377,22 @@ class FollowUps(Grid):
         table = pivot("share").dropna()
         for part in (IN_ROLE, ONCE_IN_ROLE):
             table = table.join(pivot(part).add_prefix(f"{part} "))
-        table = table.reset_index()
-        of = self.contexts
-        donors = self.donors.set_index("recipient").loc[table["recipient"]]
-        for arm in ARMS:
-            table[f"own {arm}"] = of[SCORING].to_numpy()[donors[arm]]
-            table[f"donor {arm}"] = of["context_id"].to_numpy()[donors[arm]]
-            table[f"query {arm}"] = of["source"].to_numpy()[donors[arm]]
-        for name in ("dataset", "source", "context_id"):
-            table[name] = of[name].to_numpy()[table["recipient"]]
-        table["unchanged"] = of["share"].to_numpy()[table["recipient"]]
+        about = self.about_donors(own=SCORING)
+        for name in ("dataset", "context_id"):
+            about[name] = self.contexts[name][about.index].to_numpy()
+        about["unchanged"] = self.contexts["share"][about.index].to_numpy()
+        table = table.reset_index().join(about, on="recipient")
         return table.drop(columns="recipient").rename(columns={"place": "term"})
+
+    def about_donors(self, **values: str) -> pd.DataFrame:
+        """By recipient its ``source``, and the name, the query and some values of its donors: what
+        they are called (``own high``) → their column in :attr:`contexts`."""
+        of = self.contexts
+        found = pd.DataFrame({"source": of["source"][self.donors["recipient"]]})
+        for arm in ARMS:
+            for name, column in ({"donor": "context_id", "query": "source"} | values).items():
+                found[f"{name} {arm}"] = of[column].to_numpy()[self.donors[arm]]
+        return found
 
     def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
         """Holm-corrected over cells, by quantity and dataset, the control apart."""
@@ -603,7 +450,12 @@ class FollowUps(Grid):
     def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
         title = f"{self.runs[0].model['name']} · {self.measured}"
         axis = "under the high donor minus under the low one"
-        return {"cells": drawing(title, axis, all_datasets(only(found, MOVED)))}
+        rows = all_datasets(only(found, MOVED))
+        by_layer = rows[rows["layer"].notna() & (rows["term"] != FIRST)]
+        if by_layer.empty:
+            return {"cells": Bars(title, axis, rows)}
+        zero = {"": 0.0}
+        return {"cells": Lines(title, "layer", axis, by_layer, across="layer", levels=zero)}
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         level, whole = self.args.level, all_datasets(found)

@@ -48,7 +48,8 @@ import pandas as pd
 from experiments.change import Cell, Replaced
 from experiments.control import FIRST
 from experiments.experiment import flag
-from experiments.grid import BY_BITS, BY_FOLLOW_UPS, BY_MASS, Bits, FollowUps, Grid
+from experiments.grid import BY_BITS, BY_FOLLOW_UPS, BY_MASS, FollowUps, Grid
+from experiments.locate import Bits
 from experiments.moved_mass import MovedMass
 from ia_mech.cli import whole_from
 from ia_mech.errors import UserError

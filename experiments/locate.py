@@ -61,6 +61,7 @@ from experiments.change import (
     RESPONSE,
     RESPONSE_AND_HEADER,
     RESPONSE_AND_STATE,
+    RESPONSES,
     SITES,
     STATE,
     WHOLE_SITES,
@@ -71,35 +72,33 @@ from experiments.change import (
     Mask,
     Replaced,
     Splice,
+    Whole,
 )
+from experiments.control import FIRST, ratio
 from experiments.experiment import Conclusion, flag
 from experiments.grid import (
-    ABOVE_TENTH,
-    BITS,
     BY_BITS,
     BY_FOLLOW_UPS,
-    HITS,
-    SHARE,
-    Bits,
     FollowUps,
     Grid,
-    carried,
-    estimated,
 )
 from experiments.outcome import (
+    LEAST_QUERIES,
     WRITTEN_AFTER,
     BitsByCell,
+    SiblingContexts,
     bits_by_cell,
     of_first_tokens,
     of_later_tokens,
+    siblings_of,
     with_own_scores,
 )
 from experiments.shown import Bars, Drawing, Lines, only, spans, tables_of, told
 from ia_mech.errors import UserError
-from ia_mech.estimates import ALL, TidyEstimate, all_datasets, holm_corrected
+from ia_mech.estimates import ALL, Group, TidyEstimate, all_datasets, holm_corrected, paired_row
 from ia_mech.likelihood.carried import CANDIDATES, CEILING, QueryBits
 from ia_mech.results import SHARE as AS_SHARE
-from ia_mech.results import Table
+from ia_mech.results import Table, cell_of
 from ia_mech.stats import Estimate, cluster_mean, model_confidence_set
 
 # What comes after the response is computed anew.
@@ -132,7 +131,6 @@ BLOCK_SITES = {
 # The control of blocks: each token sees as many others, from anywhere in the response.
 RANDOM_SITES = {f"response, {n} random tokens": Mask(n, random=True) for n in (4, 16)}
 PART_SITES = (*BAND_SITES, *BLOCK_SITES, *RANDOM_SITES)  # of the response's tokens
-MAP_SITES = (WINDOW, WITHOUT_WINDOW, HEADER_FIRST, HEADER_LAST)  # by layer
 
 MAY_BE_MOST = "p that no other window carries more"
 # Paired by query. The query's tokens are the same in all candidates: a control.
@@ -141,6 +139,10 @@ LESS_RANDOM = "bits, minus those of as many random tokens"
 LESS_QUERY, HITS_LESS_QUERY = "bits, minus the query's", "own is likeliest, minus the query's"
 LEFT_OUT = "bits lost without"  # a site, which may hold what another has
 STRETCH = 1.1  # of spreads: bits are skewed, which 60 queries don't level (benchmarks/coverage.md)
+BITS, HITS, SHARE = "bits", "own is likeliest", "share of expressed"
+ABOVE_TENTH = "bits above a tenth of expressed"
+EQUIVALENT = 0.1  # a share of what is expressed that counts as nothing
+LESS_FIRST = "bits, minus the first token's"
 WAYS = {
     RESPONSE: "the response's keys and values",
     HEADER: "the header's",
@@ -188,19 +190,62 @@ def cells_of(maps: Collection[str], layers: int, recurrent: bool = False) -> lis
 # -- estimate --------------------------------------------------------------------------------------
 
 
-def estimates(each: BitsByCell, options: dict[str, Any]) -> list[TidyEstimate]:
-    """What cells carry, and how that differs from what they are held against."""
+def estimated(
+    options: dict[str, Any],
+    quantity: str,
+    found: QueryBits,
+    base: QueryBits | None = None,
+    **names: Any,
+) -> Iterator[TidyEstimate]:
+    """Mean bits of queries, or hits (tested against the third that chance gives); minus those of
+    another arm or site, if there is one."""
+    hits = quantity.startswith(HITS)
+    group = Group(np.array(found.queries), options, {"dataset": ALL} | names)
+    values, *less = (one.hits if hits else one.bits for one in (found, base) if one)
+    if base is not None:
+        yield paired_row(group, quantity, values, found.queries, less[0], base.queries)
+    elif hits:
+        # Rounded: sums of thirds that miss 0 by 1e-17 would count as signs.
+        more = (values - 1 / CANDIDATES).round(9)
+        test = paired_row(group, quantity, more, found.queries, 0 * more, found.queries)
+        mean = group.mean(quantity, values, least=0, most=1)
+        yield replace(mean, p=test.p, test=test.test)
+    else:
+        yield group.mean(quantity, values, most=CEILING)
+
+
+def share_of(
+    options: dict[str, Any], found: QueryBits, expressed: QueryBits, **names: Any
+) -> Iterator[TidyEstimate]:
+    """What a site carries as a share of what is expressed in the same queries, and by how many bits
+    it carries more than :data:`EQUIVALENT` of that."""
+    group = Group(np.array(found.queries), options, {"dataset": ALL} | names)
+    expressed = expressed.only(found.queries)
+    if cluster_mean(expressed.bits, expressed.queries).low > 0:
+        share = ratio(found.bits, expressed.bits, found.queries, options)
+        yield group.row(SHARE, share, len(found.bits))
+    yield group.mean(ABOVE_TENTH, found.bits - EQUIVALENT * expressed.bits)
+
+
+def estimates(
+    each: BitsByCell, options: dict[str, Any], of_all: Collection[str] | None = WHOLE_SITES
+) -> list[TidyEstimate]:
+    """What cells carry, and how that differs from what they are held against. Terms ``of_all``
+    turns (None: all terms) have a share of what these express."""
     row, found, tested = partial(estimated, options), list[TidyEstimate](), list[TidyEstimate]()
     greedy = each.get(0.0, {}).get((OWN, -1))
     for t, cells in each.items():
         sites = {term: bits for (term, layer), bits in cells.items() if layer < 0}
+        first = next((bits for (term, _), bits in cells.items() if term == FIRST), None)
         # What windows are parts of: layers without a shared prefix are in none.
-        response, names = sites.get(FULL_LAYERS, sites.get(ALL_LAYERS)), {}
+        response, names = sites.get(FULL_LAYERS, sites.get(ALL_LAYERS)), dict[str, Any]()
         for (term, layer), bits in cells.items():
             names = {"temperature": np.nan if t is None else t, "term": term}
             names |= {"layer": layer} if layer >= 0 else {}
             whole, against = term in WHOLE_SITES, dict[str, QueryBits | None]()
-            found += carried(options, bits, sites.get(OWN) if whole else None, **names)
+            found += [*row(BITS, bits, **names), *row(HITS, bits, **names)]
+            if (of_all is None or term in of_all) and OWN in sites and term != OWN:
+                found += share_of(options, bits, sites[OWN], **names)
             if whole and term != QUERY:
                 against = dict.fromkeys((LESS_QUERY, HITS_LESS_QUERY), sites.get(QUERY))
             if term == OWN and t != 0:
@@ -210,6 +255,8 @@ def estimates(each: BitsByCell, options: dict[str, Any]) -> list[TidyEstimate]:
             if term in BLOCK_SITES:
                 random = f"response, {BLOCK_SITES[term].width} random tokens"
                 against[LESS_RANDOM] = sites.get(random)
+            if term not in (OWN, FIRST):
+                against[LESS_FIRST] = first
             for quantity, base in against.items():
                 tested += row(quantity, bits, base, **names) if base else ()
         found += lost_without(sites, options, **names | {"layer": None})
@@ -218,7 +265,8 @@ def estimates(each: BitsByCell, options: dict[str, Any]) -> list[TidyEstimate]:
 
     def family(row: TidyEstimate) -> tuple[str, str]:
         term = row.names["term"]
-        return row.quantity, "parts" if term in PART_SITES else term
+        together = term in PART_SITES or row.quantity == LESS_FIRST
+        return row.quantity, "parts" if together else term
 
     return found + holm_corrected(tested, family)
 
@@ -238,7 +286,7 @@ def lost_without(
 
 def token_estimates(rows: pd.DataFrame, options: dict[str, Any]) -> Iterator[TidyEstimate]:
     """What first and later tokens express, and what sites carry of it."""
-    rows = rows[rows["site"].isin([OWN, *WHOLE_SITES])]
+    rows = rows[rows["site"].isin([OWN, *WHOLE_SITES]) & (rows["layer"] < 0)]
     parts = {FIRST_BITS: of_first_tokens(rows), LATER_BITS: of_later_tokens(rows)}
     for quantity, part in parts.items():
         for t, cells in bits_by_cell(part, options["seed"]).items():
@@ -273,23 +321,49 @@ def window_set(
 # -- the experiment --------------------------------------------------------------------------------
 
 
-class SiteBits(Bits):
-    """Bits of sites and maps."""
+class Bits(Grid):
+    """How many bits turns tell about the candidate that they followed: of what they express, and by
+    what is changed."""
 
+    siblings, judged = True, False
     flags = ("recipients", "maps")
+
+    def units(self) -> Iterator[SiblingContexts]:
+        queries = self.queries  # refuses runs without siblings, before the model is looked for
+        # What turns express is what their whole own context tells.
+        cells, few, used = [Cell(OWN, Whole(), every=True), *self.cells()], 0, 0
+        temperatures = self.runs[0].settings["temperatures"]
+        for query in queries:
+            how = cells, self.args.recipients, temperatures, self.args.seed
+            unit = siblings_of(query, self.chat, *how)
+            few, used = few + (unit is None), used + (unit is not None)
+            if unit is not None:
+                yield unit
+        if 0 < used < LEAST_QUERIES:
+            raise UserError(
+                f"{used} queries have {RESPONSES} different responses with a turn after each: what "
+                f"is fitted on some queries is scored on others, which takes {LEAST_QUERIES}",
+                "sample more queries",
+            )
+        if few:
+            self.notes.append(
+                f"{few} of {len(queries)} queries lack {RESPONSES} different responses "
+                "with a turn after each, and are left out."
+            )
 
     def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
         scored = with_own_scores(rows)
         self.each = bits_by_cell(scored, self.args.seed)
-        return [*estimates(self.each, self.options), *token_estimates(scored, self.options)]
+        found = estimates(self.each, self.options, self.whole)
+        return [*found, *token_estimates(scored, self.options)]
 
     def data(self, rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
         """The scores; and by query the bits and hits of whole sites, without a temperature those of
         all sampled turns."""
         found = [pd.DataFrame()]
         for t, cells in self.each.items():
-            for (term, _), one in cells.items():
-                if term in (OWN, *WHOLE_SITES):
+            for (term, layer), one in cells.items():
+                if term in (OWN, *WHOLE_SITES) and layer < 0:
                     table = {"source": one.queries, "bits": one.bits, "hits": one.hits}
                     table |= {"term": term, "temperature": np.nan if t is None else t}
                     found.append(pd.DataFrame(table))
@@ -302,19 +376,27 @@ class SiteBits(Bits):
             HITS: ("own likeliest (chance 0.33)", 2),
             SHARE: ("enough for (share)", AS_SHARE),
         }
+        whole = found["term"].isin([OWN, *(self.whole or found["term"])])
         made = tables_of(
-            f"activation patching of keys and values: bits about which of {CANDIDATES} responses a "
-            f"turn followed (at most {CEILING:.2f})",
-            found[found["term"].isin([OWN, *WHOLE_SITES])],
+            f"activation patching: bits about which of {CANDIDATES} responses a turn followed (at "
+            f"most {CEILING:.2f})",
+            found[whole],
             columns
+            | {LESS_FIRST: ("beyond the first token", "+.2f")}
             | {LEFT_OUT: ("lost without (bits)", 2)}
             | {FIRST_BITS: ("first tokens", 2), LATER_BITS: ("later ones", 2)},
-            index=("temperature", "term"),
+            index=(
+                "temperature",
+                "term",
+                *["layer"] * bool(found.loc[whole, "layer"].notna().any()),
+            ),
             rows="queries",
             legend=(
-                f"{OWN}: what turns express; other lines: what keys and values of this part of "
-                "the context are enough for. The query has the same tokens in all contexts. Enough "
-                "for (sufficiency): these bits as a share of what is expressed. Lost without "
+                f"{OWN}: what turns express; other lines: what this part of the context, or this "
+                "state, is enough for. The query has the same tokens in all contexts. Enough "
+                "for (sufficiency): these bits as a share of what is expressed. Beyond the first "
+                "token: minus the bits of the state that decides the first token alone (p: "
+                "Holm-corrected over lines). Lost without "
                 "(necessity): bits that go if only this part is another response's. "
                 "First tokens: the bits of each turn's first token alone; later ones: of its other "
                 "tokens. Left out where a fit on other queries finds nothing to read."
@@ -340,7 +422,7 @@ class SiteBits(Bits):
         )
         return made + tables_of(
             "carried by cells of maps",
-            found[~found["term"].isin([OWN, *WHOLE_SITES])],
+            found[~whole],
             {BITS: columns[BITS], HITS: columns[HITS], MAY_BE_MOST: ("p: none has more", 3)},
             index=("temperature", "term", "layer"),
             rows="queries",
@@ -365,7 +447,7 @@ class SiteBits(Bits):
             f"Sampled turns of {model['name']} tell {lookup(BITS, OWN)} of {CEILING:.2f} bits "
             f"about which of {CANDIDATES} responses they followed, greedy ones "
             f"{lookup(BITS, OWN, 0.0)}.",
-            f"{enough_alone(found)}{windows and f'; {windows}'}.",
+            f"{alone}{windows and f'; {windows}'}." if (alone := enough_alone(found)) else "",
         ]
         mapped = found.loc[found["term"].isin([ALL_LAYERS, *WRITTEN]), "temperature"].max()
         parts = {site: f"written: {site}" for site in (RESPONSE, HEADER, RESPONSE_AND_HEADER)}
@@ -381,17 +463,36 @@ class SiteBits(Bits):
                 f"Of its {whole} bits, the response keeps {', '.join(kept)} if each of its tokens "
                 "sees only its own block."
             )
+        cells = only(found, BITS)
+        cells = cells[cells["layer"].notna() & (cells["term"] != FIRST)]
+        cells = cells[cells["temperature"] == cells["temperature"].max()]
+        if self.whole is None and len(cells):
+            shown = [
+                f"{row['term']} after layer {row['layer']} {cell_of(row, 2)}"
+                for _, row in cells[cells["low"] > 0].iterrows()
+            ]
+            said.append(
+                f"Of {len(cells)} states {len(shown)} are shown to carry some of them"
+                f"{': ' * bool(shown)}{'; '.join(shown)}."
+            )
         control = (
             "Each number compares a response with two others to the same query, whose states are "
-            "put in the same way; keys and values of the query, whose tokens are the same in all "
-            f"contexts, are enough for {lookup(BITS, QUERY)}."
+            "put in the same way; a hybrid of everything equals its donor"
         )
-        return Conclusion(" ".join(said), control)
+        if (query := lookup(BITS, QUERY)) != "–":
+            control += (
+                "; keys and values of the query, whose tokens are the same in all contexts, are "
+                f"enough for {query}"
+            )
+        if first := told(found, BITS, term=FIRST, temperature=found["temperature"].max()):
+            control += f"; the first token alone: {first}"
+        return Conclusion(" ".join(filter(None, said)), f"{control}.")
 
 
 class Locate(Grid):
     name = "locate"
-    outcomes: ClassVar = {BY_BITS: SiteBits, BY_FOLLOW_UPS: FollowUps}
+    whole = WHOLE_SITES
+    outcomes: ClassVar = {BY_BITS: Bits, BY_FOLLOW_UPS: FollowUps}
 
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
@@ -457,8 +558,11 @@ def drawings(found: pd.DataFrame, model: str) -> dict[str, Drawing]:
     """What is expressed and carried, by site and by layer, from the estimates."""
     bits = only(found, BITS)
     whole = bits[bits["term"].isin([OWN, *WHOLE_SITES]) & bits["layer"].isna()]
-    made: dict[str, Drawing] = {"sites": Bars(f"{model} · expressed and carried", "bits", whole)}
-    if len(mapped := bits[bits["term"].isin(MAP_SITES)]):
+    made: dict[str, Drawing] = {}
+    if whole["term"].nunique() > 1:
+        made["sites"] = Bars(f"{model} · expressed and carried", "bits", whole)
+    mapped = bits[bits["layer"].notna() & (bits["term"] != FIRST)]
+    if len(mapped := mapped[mapped["temperature"] == mapped["temperature"].max()]):
         own = only(whole, BITS, term=OWN, temperature=mapped["temperature"].iloc[0])
         levels = {"expressed": float(own["value"].iloc[0]), "": 0.0}
         words = f"{model} · carried by layer", "layer (of a window: its first)", "bits", mapped

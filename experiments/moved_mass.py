@@ -199,18 +199,10 @@ class MovedMass(FollowUps):
         self.contexts = every.assign(**{CHOOSING: every[own]}).reset_index(drop=True)
         self.openings = dict(list(tokens.groupby("context_id", sort=False)))
         self.donors = self.with_donors(self.contexts[greedy] == 0)
-        if len(self.donors) < 2:
-            raise UserError(
-                f"of {len(self.donors)} queries (2 are needed) the greedy turn is no follow-up, "
-                f"with donors among other queries of their dataset ({len(self.contexts)} have a "
-                "follow-up mass)",
-                "give a run of more queries, with its masses",
-            )
-        most = self.donors[list(ARMS)].stack().value_counts().max()
-        self.notes.append(
-            f"{len(self.donors)} of {len(self.contexts)} conversations with a follow-up mass are "
-            "recipients: their greedy turn is no follow-up. A conversation is a donor at most "
-            f"{most} times."
+        self.tell_donors(
+            "a response whose greedy turn is no follow-up",
+            f"{len(self.contexts)} conversations have a follow-up mass",
+            "give a run of more queries, with its masses",
         )
 
     def _added(self) -> "dict[int, Tensor]":
@@ -297,12 +289,7 @@ class MovedMass(FollowUps):
             role = table[f"{IN_ROLE} {arm}"]
             table[f"{ONCE_IN_ROLE} {arm}"] = (table[arm] / role.where(role > 0)).clip(upper=1)
         own = table[(table["term"] == HEADER_LAST) & (table["layer"] == self.depth)]
-        of, donors = self.contexts, self.donors
-        about = pd.DataFrame({"source": of["source"].to_numpy()[donors["recipient"]]})
-        for arm in ARMS:
-            about[f"mass {arm}"] = of[CHOOSING].to_numpy()[donors[arm]]
-            about[f"query {arm}"] = of["source"].to_numpy()[donors[arm]]
-            about[f"donor {arm}"] = of["context_id"].to_numpy()[donors[arm]]
+        about = self.about_donors(mass=CHOOSING)
         about = about.join(own.set_index("source")[list(ARMS)].add_prefix("own "), on="source")
         return table.merge(about, on="source", validate="many_to_one")
 

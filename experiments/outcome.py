@@ -363,7 +363,8 @@ def bits_by_cell(rows: pd.DataFrame, seed: int) -> BitsByCell:
     found: BitsByCell = {}
     for t in [*sorted(set(rows["temperature"])), None]:
         here = rows[rows["temperature"] > 0 if t is None else rows["temperature"] == t]
-        here = here[here["site"].isin([OWN, *WHOLE_SITES])] if t is None else here
+        if t is None:
+            here = here[here["site"].isin([OWN, *WHOLE_SITES]) & (here["layer"] < 0)]
         found[t] = {
             key: bits
             for key, cell in here.groupby(["site", "layer"], sort=False)

@@ -19,7 +19,7 @@ from experiments import interchange, locate
 from experiments.change import HEADER, OWN, QUERY, RESPONSE, Cell, Replaced, Whole
 from experiments.control import MOVED, MOVED_PARTS
 from experiments.experiment import Model
-from experiments.grid import BITS, SHARE
+from experiments.locate import BITS, SHARE
 from experiments.outcome import IN_ROLE, ONCE_IN_ROLE, SiblingContexts
 from ia_mech.judge.judging import label_run
 from ia_mech.judge.rubric import FOLLOW_UP
