@@ -89,7 +89,7 @@ class FirstTokens(SteeredContext):
 
     def rows(self, model: Model) -> pd.DataFrame:
         """A row without a direction, and one under each: the masses, and the KL."""
-        _, log, kl = self.scores(model)
+        _, log, kl = self.scores(model.after([self.prefix]))
         p = np.exp(log_softmax(log / self.temperature, axis=1)[:, list(self.firsts)])
         of_mass, of_role = (p @ np.array(self.labels)).T.clip(0, 1)  # rounding
         values = {OF_MASS: of_mass, OF_ROLE: of_role, REST: (1 - p.sum(1)).clip(0, 1), KL: kl}

@@ -144,16 +144,18 @@ class SteeredContext(Unit):
         tokens = self.start + self.scored * (1 + len(along))
         return replace(self, tokens=tokens, directions=along, doses=tuple(doses))
 
-    def scores(self, model: Model) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def scores(
+        self, after: "Callable[..., list[Scored]]"
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Without a direction, then under each, in nats: ``[1 + directions, turns]``
         log-probabilities of the turns, ``[1 + directions, vocab]`` of the first token, and
-        ``[1 + directions]`` KLs of these from the first."""
+        ``[1 + directions]`` KLs of these from the first. After: ``Model.after`` its prefix."""
         import torch
 
         turns = self.steered_turns(0)
         for direction, dose in zip(self.directions, self.doses, strict=True):
             turns += self.steered_turns(0, torch.tensor(direction), dose)
-        scores, count = model.score([self.prefix], turns), len(self.turns)
+        scores, count = after(turns), len(self.turns)
         sums = [one.logprobs_raw[self.header :].sum(dtype=np.float64) for one in scores]
         first = np.array([one.whole for one in scores[::count]], dtype=np.float64)
         kl = (np.exp(first) * (first - first[0])).sum(1).clip(0)
@@ -166,7 +168,7 @@ class Odds(SteeredContext):
     def rows(self, model: Model) -> pd.DataFrame:
         """A row per direction: ``draw`` (its number: 0 is the direction), and in nats ``kl`` at the
         header and ``log_odds``, the change of the log-odds of follow-ups."""
-        sums, _, kl = self.scores(model)
+        sums, _, kl = self.scores(model.after([self.prefix]))
         odds = sums[:, 0] - sums[:, 1]
         rows = {"draw": range(len(self.doses)), "dose": self.doses, "kl": kl[1:]}
         return pd.DataFrame(rows | {"log_odds": odds[1:] - odds[0]})
@@ -186,11 +188,13 @@ class Dosing(Unit):
         wanted one; NaN if none comes near."""
         # Of the first token alone: a turn whose one token doesn't matter.
         firsts = [replace(one, turns=((0,),)) for one in self.contexts]
+        afters = [model.after([one.prefix]) for one in firsts]
         sources = [one.source for one in firsts]
 
         def kl_of(some: np.ndarray, doses: np.ndarray) -> np.ndarray:
             along = [self.directions[n] for n in some]
-            each = [one.under(along, doses.tolist()).scores(model)[2][1:] for one in firsts]
+            under = (one.under(along, doses.tolist()) for one in firsts)
+            each = [one.scores(after)[2][1:] for one, after in zip(under, afters, strict=True)]
             return pd.DataFrame(each).groupby(sources).mean().mean().to_numpy()
 
         return pd.DataFrame({"dose": doses_of_equal_kl(len(self.directions), self.kl, kl_of)})
@@ -202,7 +206,7 @@ def dosing(
     """The search for the doses of directions in contexts."""
     those, along = tuple(contexts), tuple(map(tuple, directions))
     rounds = 6  # until most directions have their KL, about
-    tokens = rounds * sum(one.start + len(along) * one.header for one in those)
+    tokens = sum(one.start + rounds * len(along) * one.header for one in those)
     return Dosing(name, "", tokens, those, along, kl)
 
 

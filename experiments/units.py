@@ -74,22 +74,21 @@ class Model:
     chat: "ChatFormat"
     on_tokens: Callable[[int], None] = field(default=lambda count: None)
 
+    def after(self, contexts: Sequence[Sequence[int]]) -> "Callable[..., list[Scored]]":
+        """Scores turns after contexts, which are prefilled once; see
+        :func:`ia_mech.likelihood.scorer.scorer_after`."""
+        from ia_mech.likelihood.scorer import scorer_after
+
+        return scorer_after(self.subject.model, contexts, on_tokens=self.on_tokens)
+
     def score(
         self,
         contexts: Sequence[Sequence[int]],
         turns: "Sequence[Turn]",
         temperatures: Sequence[float] = (),
     ) -> "list[Scored]":
-        """Log-probabilities of turns; see :func:`ia_mech.likelihood.scorer.score_turns`."""
-        from ia_mech.likelihood.scorer import score_turns
-
-        return score_turns(
-            self.subject.model,
-            contexts,
-            turns,
-            temperatures,
-            on_tokens=self.on_tokens,
-        )
+        """Log-probabilities of turns after contexts."""
+        return self.after(contexts)(turns, temperatures)
 
 
 class Loaded:

@@ -11,7 +11,7 @@ method is tested in test_stats_decomposition.py.
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,7 @@ from scipy import stats
 
 from experiments.moved_mass import half_moved
 from ia_mech.run.sources import split_source
-from ia_mech.stats import decomposed_difference, dyadic_mean
+from ia_mech.stats import corrected_labels, corrected_mean, decomposed_difference, dyadic_mean
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -31,6 +31,7 @@ GEMMA_NEW = "gemma-3-270m-new"  # Qwen's conversations, by a model that saw no c
 NEW, SMOL_NEW = f"{QWEN}-new", f"{SMOL}-new"  # queries that no study had, and few tokens drawn
 ALL = 40  # drawn tokens of a whole turn
 DRAWN = {0: "none (greedy)", 1: "the first", 3: "the first three", ALL: "all"}
+VECTORS = {"unsteered": "without a vector", "permuted": "control", "follow-ups": "vector"}
 MODELS, SETS = (QWEN, SMOL), (QWEN, MATHS, SMOL)
 SHORT = {QWEN: "Qwen", MATHS: "Qwen, maths", SMOL: "SmolLM2"}
 LAYERS = {SMOL: 30, QWEN: 28}
@@ -480,18 +481,37 @@ def first_masses(model: str = NEW) -> pd.DataFrame:
     return pd.DataFrame(held).assign(greedy=greedy.set_axis(tokens["context"][tokens["greedy"]]))
 
 
-def openings() -> str:
+def corrected_masses() -> pd.DataFrame:
+    """A row per context: its follow-up ``mass``, corrected by an annotator's labels of some first
+    tokens' turns, whether there is one (``annotated``), and whether the judge calls the ``greedy``
+    turn a follow-up."""
     tokens = table(NEW, "first_tokens")
-    count = tokens["context"].nunique()
-    carried = tokens["p"] * (tokens["category"] == "follow_up")
-    shares = (
-        pd.DataFrame({"mass": carried, "p": tokens["p"]}).groupby(tokens["opening"]).sum() / count
+    noted = tokens["annotated"].notna()
+    labels = corrected_labels(
+        (tokens["category"] == "follow_up").astype(float),
+        tokens["category"],
+        (tokens["annotated"] == "follow_up").astype(float).where(noted),
+        tokens["context"],
+        inclusion=tokens["inclusion"],
+        worth=tokens["p"],
     )
-    rows = [
-        [f"`{name[1:-1]}`", f"{one['p']:.3f}", f"{one['mass']:.3f}"]
-        for name, one in shares.nlargest(6, "mass").iterrows()
-    ]
-    return markdown(["first token", "mean probability", "adds to the mass"], rows)
+    found = pd.DataFrame({"mass": tokens["p"] * labels, "annotated": noted})
+    each = found.groupby(tokens["context"]).agg({"mass": "sum", "annotated": "any"})
+    return each.assign(greedy=first_masses()["greedy"])
+
+
+def of_corrected(of: pd.DataFrame) -> str:
+    mean_of = corrected_mean(of["mass"], of["annotated"], of.index)
+    return around((mean_of.value, mean_of.low, mean_of.high), 2)
+
+
+def openings() -> str:
+    """The first tokens that add most to the mass, and how much they add together."""
+    tokens = table(NEW, "first_tokens")
+    carried = tokens["p"] * (tokens["category"] == "follow_up")
+    adds = carried.groupby(tokens["opening"]).sum().nlargest(4) / tokens["context"].nunique()
+    *names, last = (f"`{name[1:-1]}`" for name in adds.index)
+    return f"{', '.join(names)} and {last} add {adds.sum():.2f} of it"
 
 
 def moved_masses(model: str = NEW) -> pd.DataFrame:
@@ -522,7 +542,7 @@ def over_pairs(cell: pd.DataFrame, name: str) -> Ends:
 
 def by_layer() -> str:
     found, rows = moved_masses(), []
-    for layer in (8, 10, 12, 14, 16, 20, 24, 28):
+    for layer in (8, 12, 16, 20, 24, 28):
         cell = found[found["layer"] == layer]
         each = [
             around(over_pairs(cell, name), 2, sign=True) for name in ("moved", "in_role", "equal")
@@ -531,15 +551,49 @@ def by_layer() -> str:
     return markdown(["after layer", "high minus low", "in role", "two equal donors"], rows)
 
 
-def under_vector(term: str, what: str = "follow_up") -> pd.Series:
-    """Of each query, SmolLM2's greedy turn under a vector, by the annotator, or its mass."""
-    turns = table(SMOL_NEW, "vector")
-    turns = turns[turns["term"] == term].set_index("context").sort_index()
+def under_vector(
+    term: str, what: str = "follow_up", model: str = SMOL_NEW, *, wrong: bool = False
+) -> pd.Series:
+    """Of each query, the greedy turn under a vector: whether it is a follow-up or in role, the mean
+    of annotators, or a mass. Wrong: those turns that were shown after a wrong conversation."""
+    turns = table(model, "vector")
+    turns = turns[turns["term"] == term]
+    if "shown" in turns:
+        turns = turns[(turns["shown"] != turns["context"]) == wrong]
+    turns = turns.set_index("context").sort_index()
+    labels = [turns[one] for one in BOTH if one in turns]
     if what == "follow_up":
-        return (turns["category"] == "follow_up").astype(float)
+        return sum((one == "follow_up").astype(float) for one in labels) / len(labels)
     if what == "in_role":
-        return (~turns["category"].isin(OUT_OF_ROLE)).astype(float)
+        return sum((~one.isin(OUT_OF_ROLE)).astype(float) for one in labels) / len(labels)
     return turns[what]
+
+
+def steered() -> str:
+    """Qwen's greedy turns under vectors."""
+    rows = []
+    for term, name in VECTORS.items():
+        of = partial(under_vector, term, model=NEW)
+        row = [name, percent(of()), percent(of("in_role")), amount(of("follow-up mass"))]
+        ratio = around(ratio_of(of(), of("in_role")), 0, scale=100)
+        wrong = of(wrong=True)
+        counted = f"{100 * wrong.mean():.0f} (of {len(wrong)})" if len(wrong) else ""
+        rows.append([*row[:3], ratio, row[3], counted])
+    head = ["of 100 greedy turns", "follow-ups", "in role", "follow-ups once in role"]
+    return markdown([*head, "follow-up mass", "after a wrong conversation"], rows)
+
+
+def from_none() -> pd.Series:
+    """Whether greedy turns under the vector are follow-ups where that without one is none."""
+    turns = table(NEW, "vector")
+    turns = turns[turns["shown"] == turns["context"]].set_index("context")
+    found = []
+    for one in BOTH:
+        says = {
+            term: (own[one] == "follow_up").astype(float) for term, own in turns.groupby("term")
+        }
+        found.append(says["follow-ups"][says["unsteered"] == 0])
+    return pd.concat(found).groupby(level=0).mean()
 
 
 def apart() -> str:
@@ -592,30 +646,35 @@ def found_sentences(short: bool) -> list[str]:
     role = {count: mean(100 * at(count, "in_role"), 0) for count in DRAWN}
     own_new = mean(site(QWEN, "written: response"))
     terms = ("unsteered", "follow-ups", "permuted")
-    steered = [mean(100 * under_vector(term), 0) for term in terms]
+    steered = [
+        mean(100 * under_vector(term, model=model), 0)
+        for model in (NEW, SMOL_NEW)
+        for term in terms
+    ]
     base = drawn(GEMMA_NEW, ("judged",))
     base = base[base["label"] != "cannot_assess"]
     in_gemma = [mean(100 * at(count, "in_role", base), 0) for count in (0, ALL)]
     brief = f"""**Sampling brings more follow-ups in one model of two.** In Qwen2.5-Coder-1.5B,
-    {readers[0]}% of greedy user turns are follow-ups, and {readers[1]}% of turns sampled at
-    temperature 0.7. Minus turns that still count after another conversation, the rise is
+    {readers[0]}% of greedy user turns are follow-ups, and {readers[1]}% of those sampled at T =
+    0.7. Minus turns that also count after a wrong conversation, the rise is
     {mean(100 * by_readers(QWEN, BEYOND_WRONG), 0)} points (95% interval: {low} to {high}). In
     SmolLM2-135M no rise is shown.
 
-    **Sampling keeps Qwen in the user's role, and the first token does part of that.** On
-    {len(at(0))} new queries {role[0]}% of greedy turns are in role (they neither repeat the
-    conversation nor speak as the assistant), {role[1]}% if the first token alone is drawn, and
+    **Sampling keeps Qwen in the user's role, and the first token does part of that.** Turns are *in
+    role* if they neither repeat the conversation nor speak as the assistant: on {len(at(0))} new
+    queries {role[0]}% of greedy ones are, {role[1]}% if the first token alone is drawn,
     {role[ALL]}% if all are; {new[0]}%, {new[1]}% and {new[ALL]}% are follow-ups. Among turns in
-    role no rise is shown. gemma-3-270m, which saw no chats, is kept in role, too
-    ({in_gemma[0]}% to {in_gemma[1]}% by the built-in judge).
+    role no rise is shown. gemma-3-270m, which saw no chats, is kept in role, too ({in_gemma[0]}% to
+    {in_gemma[1]}%, by the built-in judge).
 
-    **What a turn says is read from the response's tokens.** Of the {all_q} bits that a sampled Qwen
-    turn tells about its response, the response's keys and values alone keep {own_q} ({own_new} in
-    newly written turns), the header's {head_q}.
+    **What a turn says is read from the response's tokens.** A sampled Qwen turn tells {all_q} bits
+    about its response. The response's keys and values alone keep {own_q} ({own_new} in newly
+    written turns), the header's {head_q}.
 
-    **A vector at the header's last token brings out follow-ups in SmolLM2.** Learned on other
-    queries, it raises greedy ones from {steered[0]}% to {steered[1]}% (control: {steered[2]}%). One
-    layer was tried. After which layer Qwen's first token is settled isn't shown."""
+    **A vector at the header's last token brings out follow-ups.** Learned on other queries, it
+    raises Qwen's greedy ones from {steered[0]}% to {steered[1]}% (control: {steered[2]}%), and
+    SmolLM2's from {steered[3]}% to {steered[4]}% (control: {steered[5]}%). One layer of each was
+    tried; which layer settles Qwen's first token isn't shown."""
     said = f"""{readers[0]}% of Qwen2.5-Coder-1.5B's greedy user turns are follow-ups, and
     {readers[1]}% of its sampled turns are; in SmolLM2-135M no rise is shown.
 
@@ -674,7 +733,8 @@ After maths {mean(refused, 0)}% of Qwen's greedy turns refuse (they speak as the
     tells = amount(site(SMOL, "header", 0.0, what="first_bits"))
     first_token = f"""A greedy turn's first token, drawn from the header's last state, tells {tells}
     bits."""
-    labels = table(NEW, "turns").drop_duplicates(["context", "text"])
+    twice = table(NEW, "turns").dropna(subset="second_reading")
+    labels = twice.drop_duplicates(["context", "text"])
     said = [(labels[name] == "follow_up").astype(float).to_numpy() for name in (*BOTH, "judged")]
     held, none, is_one = first_masses(), where_greedy(0), where_greedy(1)
     small = {n: at(n, turns=drawn(SMOL_NEW, ("category",))) for n in (0, ALL)}
@@ -685,7 +745,11 @@ After maths {mean(refused, 0)}% of Qwen's greedy turns refuse (they speak as the
     builtin = cells["source"].map(lambda one: split_source(one)[0]) == "builtin"
     at_end = around(over_pairs(cells[builtin & (cells["layer"] == 28)], "moved"), 2, sign=True)
     agreed = [f"{kappa(said[0], other):.2f}" for other in said[1:]]
-    first = f"""Two annotators, one language model twice, labelled all {len(table(NEW, "turns"))}
+    noted, mended = table(NEW, "first_tokens").dropna(subset="annotated"), corrected_masses()
+    follows = {one: (noted[one] == "follow_up").astype(float).to_numpy() for one in noted}
+    later = [percent(at(n, turns=drawn(readings=BOTH[:1]))) for n in (2, 5, 8)]
+    vector, control = (partial(under_vector, t, model=NEW) for t in ("follow-ups", "permuted"))
+    first = f"""Two annotators, one language model twice, labelled {len(twice)}
     turns; numbers are means of both. They agree with κ {agreed[0]}, the judge with the first of
     them with κ {agreed[1]}.
 
@@ -710,9 +774,10 @@ After maths {mean(refused, 0)}% of Qwen's greedy turns refuse (they speak as the
     6. Where it is one, one drawn token gives fewer follow-ups than all: **not shown**
     ({change(at(1, turns=is_one) - at(ALL, turns=is_one))}).
 
-    7. Where the judge calls the greedy turn none, the mass is above 0.15: **yes, by the judge**
+    7. Where the judge calls the greedy turn none, the mass is above 0.15: **yes**
     ({amount(held["mass"][held["greedy"] == 0])}; the first tokens cover {mean(held["covered"])} of
-    the probability). The judge says more than the annotators of just such turns (5).
+    the probability), and so if corrected by annotators' labels
+    ({of_corrected(mended[mended["greedy"] == 0])}).
 
     8. The header's last state moves the mass by more than half of what the donors' own first tokens
     do in the last quarter of the layers, and by less than a tenth in the first half: **no** (shares
@@ -721,10 +786,31 @@ After maths {mean(refused, 0)}% of Qwen's greedy turns refuse (they speak as the
     9. In SmolLM2 the rate with all tokens drawn isn't above that of greedy turns by 10 points:
     **yes** ({change(small[ALL] - small[0])}, one annotator, {len(small[0])} queries).
 
+    10. Greedy turns under the vector are follow-ups more often than under the control: **HELD10**
+    ({change(vector() - control())}).
+
+    11. They are in role more often: **HELD11** ({change(vector("in_role") - control("in_role"))}).
+
+    12. Where the greedy turn without a vector is none, more than 15 of 100 are follow-ups under the
+    vector: **HELD12** ({around(student(from_none()), 1, scale=100)}).
+
+    13. After wrong conversations turns under the vector count not more often than those under the
+    control, by 5 points: **HELD13** ({change(vector(wrong=True) - control(wrong=True))}).
+
+    Of turns with two, five and eight drawn tokens, {later[0]}, {later[1]} and {later[2]} of 100 are
+    follow-ups (one annotator, at another time).
+
     Taken as it is, more than half of the difference is moved from layer {first_half()} on (95%
     confidence set: {layers[0]} to {layers[-1]}). But part of it is how much of a distribution the
     recipient's first tokens hold. As a share of what they hold, the donors' own first tokens aren't
     shown to differ ({around(of_covered(), 2, sign=True)}): no layer is claimed.
+
+    The follow-up mass: each of the likeliest first tokens (90% of the probability) is gone on from
+    greedily, and the turn is judged. It is {amount(held["mass"])}; the first tokens {openings()}.
+    Corrected by labels of {len(noted)} of these turns, drawn so that unlikely tokens are among them
+    (two annotators, κ {kappa(*(follows[one] for one in ("annotated", "second_reading"))):.2f}), it
+    is {of_corrected(mended)}. Greedy turns have {mean(held["greedy"])} by the judge, so that corrected
+    the first token's share of the rise can't be told.
 
     What can be moved is little: {last}, though the donors' own masses differ by {apart()}. Most of
     that isn't in how likely first tokens are, but in what they lead to. After built-in queries
@@ -773,7 +859,7 @@ def pages() -> dict[str, list[str]]:
     tables = {"compare": [how_often(), roles(), where()]}
     tables |= {m: [datasets(m), sites(m), windows(m)] for m in MODELS}
     tables[SMOL] += [blocks()]
-    tables[QWEN] += [by_drawn(), rises(), openings(), by_layer()]
+    tables[QWEN] += [by_drawn(), rises(), steered(), by_layer()]
     found = {f"docs/results/{name}.md": tables[name] + sentences()[name] for name in tables}
     found["docs/results/compare.md"] += found_sentences(short=False)
     return {"README.md": found_sentences(short=True)} | found

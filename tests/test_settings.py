@@ -34,7 +34,8 @@ def made(monkeypatch) -> list[tuple]:
 
     monkeypatch.setattr(command, "_planned", lambda settings, out, *_: (settings, out))
     monkeypatch.setitem(sys.modules, "ia_mech.collect.job", SimpleNamespace(make_run=make_run))
-    shown = SimpleNamespace(print_run=lambda run, full: None, print_shard=None)
+    said = {"print_run": lambda run, full: None, "what_was_written": lambda run: ""}
+    shown = SimpleNamespace(**said, print_shard=None)
     monkeypatch.setitem(sys.modules, "ia_mech.collect.summary", shown)
     return calls
 

@@ -68,7 +68,7 @@ def test_changes_equal_full_passes_with_plain_hooks(tiny_subject):
     for at, in_turn in (((20,), False), ((17,), True)):
         context = SteeredContext("q", "", 0, ids, 2, at, in_turn, turns)
         tried = context.under([direction.tolist()], [0.7])
-        scored, _, kls = tried.scores(Model(tiny_subject, None))
+        scored, _, kls = tried.scores(Model(tiny_subject, None).after([tried.prefix]))
         sums, firsts = {}, {}
         for name in ("plain", "moved"):
             for number, turn in enumerate(turns):
