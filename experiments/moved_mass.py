@@ -43,7 +43,7 @@ from ia_mech.cli import shell_word
 from ia_mech.errors import UserError
 from ia_mech.estimates import Group, TidyEstimate, all_datasets, by_dataset, holm_corrected
 from ia_mech.run import Run, layout
-from ia_mech.run.tokens import RESID
+from ia_mech.run.tokens import ATTN, RESID
 from ia_mech.stats import Estimate, dyadic_test
 
 if TYPE_CHECKING:  # this loads torch
@@ -340,7 +340,8 @@ class MovedMass(FollowUps):
             f"{HEADER_LAST} after layer {self.depth}, the last one, is the donor's own "
             "distribution by construction: the others are held against it. attn, mlp: all but what "
             f"the layer's attention or MLP adds is the recipient's; {TOGETHER}: so in all layers "
-            "of the table at once, which is corrected by itself. Paired by recipient, "
+            "of the table at once, which is corrected by itself (attn in all the model's layers "
+            "makes the donor's distribution, too). Paired by recipient, "
             "intervals over recipients' and donors' queries; p: Holm-corrected over the other "
             "lines. From here on more than half: the layers whose p is above "
             f"{1 - self.args.level:.2g} are the confidence set. In role: the mass of first tokens "
@@ -380,7 +381,10 @@ class MovedMass(FollowUps):
         if self.args.component != RESID:
             what, before = f"What {self.args.component} adds in one layer", ""
             those = spans(moved["layer"].tolist())
-            words = f"what {self.args.component} adds in layers {those} together moves it by"
+            # The header's tokens are the same everywhere, and an MLP reads what attention brought.
+            trivial = self.args.component == ATTN and len(moved) == self.depth
+            donor = ", which makes the donor's own distribution by construction," * trivial
+            words = f"what {self.args.component} adds in layers {those} together{donor} moves it by"
             said.append(self.tested(words, together, most=1))
         shown = moved[moved["p_holm"] <= 1 - level]
         each = [
