@@ -43,7 +43,7 @@ from ia_mech.steering import ADD, TURN, SteeringVector
 if TYPE_CHECKING:  # these load torch
     from torch import Tensor
 
-    from ia_mech.engine.score import Turn
+    from ia_mech.engine.score import Scored, Turn
     from probes.card import Probe
 
 FILE = "vector.safetensors"

@@ -212,27 +212,6 @@ def part(turns: pd.DataFrame, name: str) -> str:
     return around((one.value, one.low, one.high), 1, sign=True, scale=100)
 
 
-def picks(model: str, t: float) -> pd.Series:
-    """Of each query, how often a turn is likelier after its own response than after two siblings,
-    over the three pairs of siblings."""
-    scores = table(model, "scores").merge(table(model, "contexts"))
-    own = scores["context"].str[-1].astype(int).to_numpy()
-    each = sum(scores[[f"{of}_{k}" for k in range(4)]].to_numpy() for of in ("first", "others"))
-    below = (each < each[np.arange(len(own)), own][:, None]).sum(1)  # siblings less likely
-    scores["picked"] = below * (below - 1) / 2 / 3
-    return scores[scores["temperature"] == t].groupby("query")["picked"].mean()
-
-
-def more_picks(model: str) -> pd.Series:
-    return picks(model, HOT) - picks(model, 0.0)
-
-
-def picks_elsewhere() -> pd.Series:
-    """Qwen's rise of picks on the queries that its bits weren't measured on."""
-    seen = [query for _, query in map(split_source, table(QWEN, "bits")["query"].unique())]
-    return more_picks(QWEN).drop(seen)
-
-
 def right() -> pd.Series:
     """Sampled follow-ups after right responses minus those after wrong ones, of maths queries."""
     turns = judged(MATHS)
@@ -429,22 +408,14 @@ def by_drawn() -> str:
 def rises() -> str:
     rows = []
     for count, name in list(DRAWN.items())[1:]:
-        row = [name]
-        for what in ("follow_up", "in_role"):
-            row.append(change(at(count, what) - at(0, what)))
-            if what == "follow_up":
-                for reading in BOTH:
-                    turns = drawn(readings=(reading,))
-                    row.append(change(at(count, what, turns) - at(0, what, turns)))
-        rows.append(row)
-    head = ["minus greedy, points of 100", "follow-ups", "one annotator", "the other", "in role"]
-    return markdown(head, rows)
+        parts = [change(at(count, what) - at(0, what)) for what in ("follow_up", "in_role")]
+        rows.append([name, *parts])
+    return markdown(["minus greedy, points of 100", "follow-ups", "in role"], rows)
 
 
-def by_kind(count: int) -> list[str]:
-    """The rise of follow-ups after each kind of query."""
+def by_kind(rise: pd.Series) -> list[str]:
+    """A rise of follow-ups after each kind of query."""
     kind = table(NEW, "contexts").set_index("context")["dataset"]
-    rise = at(count) - at(0)
     return [change(rise[kind[rise.index] == name]) for name in ("builtin", "ifbench", "mt-bench")]
 
 
@@ -613,6 +584,11 @@ def first_half() -> int:
     return int(above[::-1].cumprod()[::-1].idxmax())
 
 
+def parts_of_layers() -> Iterable[tuple[tuple[str, int], pd.DataFrame]]:
+    """Recipients by component and layer (−1: all together), as in ``layers``."""
+    return table(NEW, "components").groupby(["component", "layer"])
+
+
 def half_from() -> list[int]:
     """The confidence set of the layer from which on more than half is moved."""
     set_of = half_moved(table(NEW, "layers"), "", 0.95)
@@ -695,11 +671,8 @@ def sentences() -> dict[str, list[str]]:
     """Other sentences with numbers, of each page of results."""
     gates = [[gate(by(m)) for m in SETS] for by in (verdicts, read)]
     assert gates == [["passes"] * 3, ["passes", "is undecided", "passes"]]
-    elsewhere, verified = picks_elsewhere(), 100 * table(MATHS, "contexts")["right"]
-    greedy = judged(MATHS)[judged(MATHS)["temperature"] == 0]
-    refused = 100 * greedy["text"].str.contains("can't assist|cannot assist|can't help")
+    verified = 100 * table(MATHS, "contexts")["right"]
     each = [agreement([m]) for m in SETS]
-    likelier = [change(more_picks(m)) for m in SETS]
     there = of_queries(read(QWEN), BEYOND_WRONG, "judge"), by_readers(QWEN, BEYOND_WRONG)
     first = of_queries(read(QWEN), GREEDY, "judge") - by_readers(QWEN, GREEDY)
     falls = (
@@ -707,8 +680,6 @@ def sentences() -> dict[str, list[str]]:
         change(of_queries(read(SMOL), BEYOND_WRONG, "judge")),
     )
     sampled = [by_three(m, BEYOND_SIBLINGS, change) for m in SETS]
-    follow_ups = greedy.loc[greedy["follow_up"] == 1, "text"].str.strip()
-    sorry = 100 * follow_ups.str.startswith(("I'm sorry", "I’m sorry", "I am sorry"))
     both = f"""Judge and annotators agree with κ {agreement(SETS)} on turns after their own
     responses (Qwen {each[0]}, maths {each[1]}, SmolLM2 {each[2]}), two annotators with
     {two_readers()}.
@@ -721,15 +692,8 @@ def sentences() -> dict[str, list[str]]:
     **Siblings** are other responses to the same query. Sampled turns are follow-ups more often
     after their own response than after siblings in SmolLM2 ({sampled[2][0]}; corrected
     {sampled[2][1]}), hardly in Qwen ({sampled[0][0]}; {sampled[0][1]})."""
-    qwen = f"""The share of turns that are likelier after their own response than after two siblings
-    rises by {likelier[0]} in Qwen ({change(elsewhere)} on the {len(elsewhere)} queries where this
-    wasn't seen first), {likelier[1]} after maths and {likelier[2]} in SmolLM2.
-
-After maths {mean(refused, 0)}% of Qwen's greedy turns refuse (they speak as the assistant), and
-    {mean(sorry, 0)}% of its greedy follow-ups open with "I'm sorry".
-
-{mean(verified, 0)}% of Qwen's responses to the maths queries are right. That turns after these
-    are follow-ups more often isn't shown ({change(right())})."""
+    qwen = f"""{mean(verified, 0)}% of Qwen's responses to the maths queries are right. That turns
+    after these are follow-ups more often isn't shown ({change(right())})."""
     tells = amount(site(SMOL, "header", 0.0, what="first_bits"))
     first_token = f"""A greedy turn's first token, drawn from the header's last state, tells {tells}
     bits."""
@@ -740,15 +704,20 @@ After maths {mean(refused, 0)}% of Qwen's greedy turns refuse (they speak as the
     small = {n: at(n, turns=drawn(SMOL_NEW, ("category",))) for n in (0, ALL)}
     layers, cells = half_from(), moved_masses()
     ends = cells.groupby("layer")["moved"].mean()
-    ratio, kinds = ends / ends.iloc[-1], by_kind(1)
+    ratio, kinds = ends / ends.iloc[-1], by_kind(at(1) - at(0))
     last = around(over_pairs(cells[cells["layer"] == 28], "moved"), 2, sign=True)
+    added = {key: one.assign(moved=one["high"] - one["low"]) for key, one in parts_of_layers()}
+    adds = {key: around(over_pairs(one, "moved"), 2, sign=True) for key, one in added.items()}
     builtin = cells["source"].map(lambda one: split_source(one)[0]) == "builtin"
     at_end = around(over_pairs(cells[builtin & (cells["layer"] == 28)], "moved"), 2, sign=True)
     agreed = [f"{kappa(said[0], other):.2f}" for other in said[1:]]
     noted, mended = table(NEW, "first_tokens").dropna(subset="annotated"), corrected_masses()
     follows = {one: (noted[one] == "follow_up").astype(float).to_numpy() for one in noted}
     later = [percent(at(n, turns=drawn(readings=BOTH[:1]))) for n in (2, 5, 8)]
+    under = table(NEW, "vector").drop_duplicates(["shown", "text"])
+    both_say = f"{kappa(*((under[one] == 'follow_up').to_numpy(float) for one in BOTH)):.2f}"
     vector, control = (partial(under_vector, t, model=NEW) for t in ("follow-ups", "permuted"))
+    over_control = by_kind(vector() - control())
     first = f"""Two annotators, one language model twice, labelled {len(twice)}
     turns; numbers are means of both. They agree with κ {agreed[0]}, the judge with the first of
     them with κ {agreed[1]}.
@@ -786,16 +755,19 @@ After maths {mean(refused, 0)}% of Qwen's greedy turns refuse (they speak as the
     9. In SmolLM2 the rate with all tokens drawn isn't above that of greedy turns by 10 points:
     **yes** ({change(small[ALL] - small[0])}, one annotator, {len(small[0])} queries).
 
-    10. Greedy turns under the vector are follow-ups more often than under the control: **HELD10**
+    10. Greedy turns under the vector are follow-ups more often than under the control: **yes**
     ({change(vector() - control())}).
 
-    11. They are in role more often: **HELD11** ({change(vector("in_role") - control("in_role"))}).
+    11. They are in role more often: **yes** ({change(vector("in_role") - control("in_role"))}).
 
     12. Where the greedy turn without a vector is none, more than 15 of 100 are follow-ups under the
-    vector: **HELD12** ({around(student(from_none()), 1, scale=100)}).
+    vector: **yes** ({around(student(from_none()), 1, scale=100)}).
 
     13. After wrong conversations turns under the vector count not more often than those under the
-    control, by 5 points: **HELD13** ({change(vector(wrong=True) - control(wrong=True))}).
+    control, by 5 points: **not shown** ({change(vector(wrong=True) - control(wrong=True))}).
+
+    It rises by {over_control[0]} over the control after built-in queries, {over_control[1]} after
+    IFBench's and {over_control[2]} after MT-bench's. Two annotators agree with κ {both_say}.
 
     Of turns with two, five and eight drawn tokens, {later[0]}, {later[1]} and {later[2]} of 100 are
     follow-ups (one annotator, at another time).
@@ -809,8 +781,12 @@ After maths {mean(refused, 0)}% of Qwen's greedy turns refuse (they speak as the
     greedily, and the turn is judged. It is {amount(held["mass"])}; the first tokens {openings()}.
     Corrected by labels of {len(noted)} of these turns, drawn so that unlikely tokens are among them
     (two annotators, κ {kappa(*(follows[one] for one in ("annotated", "second_reading"))):.2f}), it
-    is {of_corrected(mended)}. Greedy turns have {mean(held["greedy"])} by the judge, so that corrected
-    the first token's share of the rise can't be told.
+    is {of_corrected(mended)}. Greedy turns have {mean(held["greedy"])} by the judge: corrected, the
+    first token's share of the rise can't be told.
+
+    What one layer's attention or MLP adds moves less: of these, attention in layer 22
+    ({adds["attn", 22]}) and the MLPs of layers 19 and 20 ({adds["mlp", 19]} and {adds["mlp", 20]})
+    are shown to move it, Holm-corrected; all MLPs together do ({adds["mlp", -1]}).
 
     What can be moved is little: {last}, though the donors' own masses differ by {apart()}. Most of
     that isn't in how likely first tokens are, but in what they lead to. After built-in queries

@@ -1,7 +1,6 @@
 """Make the published tables of a study from its run and its experiments' results.
 
     python docs/results/data/make.py FOLDER OUT
-    python docs/results/data/make.py scores OUT
     python docs/results/data/make.py drawn RUN OUT
     python docs/results/data/make.py figures
 
@@ -9,12 +8,10 @@ FOLDER holds run/ (with results of locate and of ``rates --by correct``) and ban
 --maps bands blocks); a table without its folder is left out.
 ``verdicts.py`` then judges the turns. RUN of ``drawn`` was sampled with ``--drawn-tokens 1 3 all``;
 it may have labels of the annotators ``reader`` and ``second``, and results of ``mass`` and
-``interchange --outcome mass``. ``scores`` needs the model: it scores turns of
-OUT/turns.parquet after each response to their query, in an hour or two of a CPU.
+``interchange --outcome mass``. Labels of first tokens, and tables of vectors, were added by hand.
 """
 
 import sys
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -33,14 +30,7 @@ from experiments.outcome import (
 )
 from experiments.shown import Bars, Lines
 from ia_mech import Run
-from ia_mech.chat.template import message
-from ia_mech.collect.plan import build_chat, probe_ids
-from ia_mech.engine.check import check_engine
 from ia_mech.judge.rubric import FOLLOW_UP, OUT_OF_ROLE
-from ia_mech.likelihood.scorer import after_each, score_turns
-from ia_mech.models import embedded
-from ia_mech.models.load import load
-from ia_mech.settings import Settings
 
 TURN = ["context_id", "temperature", "sample"]
 MOST = 40  # tokens of a turn
@@ -94,37 +84,6 @@ def bits(folder: Path) -> pd.DataFrame:
             table |= {"whole_bits": whole.bits, "whole_hits": whole.hits, "first_bits": first.bits}
             found.append(pd.DataFrame(table).assign(site=site, layer=layer, temperature=t))
     return pd.concat(found, ignore_index=True)
-
-
-def scores(folder: Path, samples: int = 2) -> pd.DataFrame:
-    """The greedy and the first sampled turns: log-probabilities in nats at T = 1 after each of the
-    four responses, of a turn's first token and of the others together.
-
-    They are made from the published texts, whose usual tokens are hardly ever others than those
-    that the model wrote. A turn of fewer than :data:`MOST` tokens was ended by the model.
-    """
-    model = next(name for name in embedded.MODELS if folder.name.startswith(name))
-    settings = Settings.read({"model": model, "dtype": "float32"})
-    subject = load(settings.model_spec)
-    chat = build_chat(settings, subject.files)
-    check_engine(subject.model, probe_ids(chat))
-    scorer, found = partial(score_turns, subject.model), []
-    turns = pd.read_parquet(folder / "turns.parquet")
-    turns = turns[turns["sample"] < samples]
-    for _, of in pd.read_parquet(folder / "contexts.parquet").groupby("query", sort=False):
-        said = zip(of["query_text"], of["response"], strict=True)
-        asked = [chat.context([message("user", q), message("assistant", r)]).ids for q, r in said]
-        mine = turns[turns["context"].isin(of["context"])]
-        ids = [subject.tokenizer.encode(text, add_special_tokens=False) for text in mine["text"]]
-        ended = [[*one, chat.stop_ids[0]] if len(one) < MOST else one for one in ids]
-        each = after_each(scorer, asked, ended)
-        names = mine[["context", "temperature", "sample"]]
-        for (_, turn), scored in zip(names.iterrows(), each, strict=True):
-            tokens = np.stack([one.logprobs_raw for one in scored])
-            named = {f"first_{k}": value for k, value in enumerate(tokens[:, 0])}
-            named |= {f"others_{k}": value for k, value in enumerate(tokens[:, 1:].sum(1))}
-            found.append({**turn, **named})
-    return pd.DataFrame(found)
 
 
 def drawn(run: Run, folder: Path) -> dict[str, pd.DataFrame]:
@@ -245,8 +204,5 @@ if __name__ == "__main__":
     elif sys.argv[1] == "drawn":
         given = Run.open(sys.argv[2])
         write(drawn(given, given.path.parent), Path(sys.argv[3]))
-    elif sys.argv[1] == "scores":
-        out = Path(sys.argv[2]).resolve()
-        write({"scores": scores(out)}, out)
     else:
         main(Path(sys.argv[1]), Path(sys.argv[2]))
