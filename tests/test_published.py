@@ -630,27 +630,26 @@ def found_sentences(short: bool) -> list[str]:
     base = drawn(GEMMA_NEW, ("judged",))
     base = base[base["label"] != "cannot_assess"]
     in_gemma = [mean(100 * at(count, "in_role", base), 0) for count in (0, ALL)]
-    brief = f"""**Sampling brings more follow-ups in one model of two.** In Qwen2.5-Coder-1.5B,
+    brief = f"""**Sampling brings more follow-ups in one model of two.** In Qwen2.5-Coder-1.5B
     {readers[0]}% of greedy user turns are follow-ups, and {readers[1]}% of those sampled at T =
-    0.7. Minus turns that also count after a wrong conversation, the rise is
-    {mean(100 * by_readers(QWEN, BEYOND_WRONG), 0)} points (95% interval: {low} to {high}). In
-    SmolLM2-135M no rise is shown.
+    0.7. Beyond turns that also count after a wrong conversation the rise is
+    {mean(100 * by_readers(QWEN, BEYOND_WRONG), 0)} points (95% interval: {low} to {high}). Beyond
+    turns that also fit another response to the query none is shown; in SmolLM2-135M neither.
 
-    **Sampling keeps Qwen in the user's role, and the first token does part of that.** Turns are *in
-    role* if they neither repeat the conversation nor speak as the assistant: on {len(at(0))} new
-    queries {role[0]}% of greedy ones are, {role[1]}% if the first token alone is drawn,
-    {role[ALL]}% if all are; {new[0]}%, {new[1]}% and {new[ALL]}% are follow-ups. Among turns in
-    role no rise is shown. gemma-3-270m, which saw no chats, is kept in role, too ({in_gemma[0]}% to
-    {in_gemma[1]}%, by the built-in judge).
+    **Sampling keeps Qwen in the user's role.** A turn is *in role* if it neither repeats the conversation nor speaks as the assistant. On {len(at(0))} new
+    queries {role[0]}% of greedy turns are in role, {role[1]}% with the first token drawn,
+    {role[ALL]}% with all drawn; {new[0]}%, {new[1]}% and {new[ALL]}% are follow-ups. Among turns in
+    role follow-ups don't become more frequent; in the first study they fall. In gemma-3-270m, which
+    saw no chats, turns in role rise, too ({in_gemma[0]}% to {in_gemma[1]}%, by the built-in judge).
 
     **What a turn says is read from the response's tokens.** A sampled Qwen turn tells {all_q} bits
-    about its response. The response's keys and values alone keep {own_q} ({own_new} in newly
-    written turns), the header's {head_q}.
+    (of at most 1.58) about its response. The response's keys and values alone keep {own_q}
+    ({own_new} in turns written from them), the header's {head_q}.
 
     **A vector at the header's last token brings out follow-ups.** Learned on other queries, it
-    raises Qwen's greedy ones from {steered[0]}% to {steered[1]}% (control: {steered[2]}%), and
-    SmolLM2's from {steered[3]}% to {steered[4]}% (control: {steered[5]}%). One layer of each was
-    tried; which layer settles Qwen's first token isn't shown."""
+    raises greedy ones from {steered[0]}% to {steered[1]}% in Qwen (control: {steered[2]}%), from
+    {steered[3]}% to {steered[4]}% in SmolLM2 (control: {steered[5]}%). No other layer was tried.
+    Which layer settles the first token isn't shown."""
     said = f"""{readers[0]}% of Qwen2.5-Coder-1.5B's greedy user turns are follow-ups, and
     {readers[1]}% of its sampled turns are; in SmolLM2-135M no rise is shown.
 
