@@ -636,11 +636,12 @@ def found_sentences(short: bool) -> list[str]:
     {mean(100 * by_readers(QWEN, BEYOND_WRONG), 0)} points (95% interval: {low} to {high}). Beyond
     turns that also fit another response to the query none is shown; in SmolLM2-135M neither.
 
-    **Sampling keeps Qwen in the user's role.** A turn is *in role* if it neither repeats the conversation nor speaks as the assistant. On {len(at(0))} new
-    queries {role[0]}% of greedy turns are in role, {role[1]}% with the first token drawn,
-    {role[ALL]}% with all drawn; {new[0]}%, {new[1]}% and {new[ALL]}% are follow-ups. Among turns in
-    role follow-ups don't become more frequent; in the first study they fall. In gemma-3-270m, which
-    saw no chats, turns in role rise, too ({in_gemma[0]}% to {in_gemma[1]}%, by the built-in judge).
+    **Sampling keeps Qwen in the user's role.** A turn is *in role* if it neither repeats the
+    conversation nor speaks as the assistant. On {len(at(0))} new queries {role[0]}% of greedy turns
+    are in role, {role[1]}% with the first token drawn, {role[ALL]}% with all drawn; {new[0]}%,
+    {new[1]}% and {new[ALL]}% are follow-ups. Among turns in role follow-ups don't become more
+    frequent; in the first study they fall. In gemma-3-270m, which saw no chats, turns in role rise,
+    too ({in_gemma[0]}% to {in_gemma[1]}%, by the built-in judge).
 
     **What a turn says is read from the response's tokens.** A sampled Qwen turn tells {all_q} bits
     (of at most 1.58) about its response. The response's keys and values alone keep {own_q}
