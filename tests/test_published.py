@@ -766,11 +766,11 @@ def sentences() -> dict[str, list[str]]:
     13. After wrong conversations turns under the vector count not more often than those under the
     control, by 5 points: **not shown** ({change(vector(wrong=True) - control(wrong=True))}).
 
-    It rises by {over_control[0]} over the control after built-in queries, {over_control[1]} after
+    Follow-ups rise by {over_control[0]} over the control after built-in queries, {over_control[1]} after
     IFBench's and {over_control[2]} after MT-bench's. Two annotators agree with κ {both_say}.
 
     Of turns with two, five and eight drawn tokens, {later[0]}, {later[1]} and {later[2]} of 100 are
-    follow-ups (one annotator, at another time).
+    follow-ups (one annotator).
 
     Taken as it is, more than half of the difference is moved from layer {first_half()} on (95%
     confidence set: {layers[0]} to {layers[-1]}). But part of it is how much of a distribution the
