@@ -766,8 +766,9 @@ def sentences() -> dict[str, list[str]]:
     13. After wrong conversations turns under the vector count not more often than those under the
     control, by 5 points: **not shown** ({change(vector(wrong=True) - control(wrong=True))}).
 
-    Follow-ups rise by {over_control[0]} over the control after built-in queries, {over_control[1]} after
-    IFBench's and {over_control[2]} after MT-bench's. Two annotators agree with κ {both_say}.
+    Follow-ups rise by {over_control[0]} over the control after built-in queries,
+    {over_control[1]} after IFBench's and {over_control[2]} after MT-bench's. Two annotators agree
+    with κ {both_say}.
 
     Of turns with two, five and eight drawn tokens, {later[0]}, {later[1]} and {later[2]} of 100 are
     follow-ups (one annotator).
