@@ -375,6 +375,7 @@ def test_what_was_read_of_a_file_is_said_before_anything_is_computed(sample, tmp
     read = (
         "3 rows: messages from `messages`, query from `question`, response from `answer`, system "
         "message from `system`, real follow-up from `follow_up`, gold answer from `answer`, "
+        "id from `id`, "
         "1 with a system message of their own, 2 get the template's default one, 1 whose "
         "response was a text with messages, read as these, 1 without a response (the model will "
         "write it), 1 with a later user turn, the real follow-up, 1 with a gold answer"
@@ -385,7 +386,7 @@ def test_what_was_read_of_a_file_is_said_before_anything_is_computed(sample, tmp
     gold = "reference (if reference is a gold answer: --answer-column reference)"
     assert f"note: columns that the model doesn't see (metadata): {gold}\n" in planned.out
     named = sample(*words, "--query-column", "question", "--dry-run", "--skip-unusable")
-    assert "query from" not in named.out and "response from `answer`" in named.out
+    assert "query from `question`, response from `answer`" in named.out
     said = sample(*words).err.splitlines()
     assert said[1] == f"{data}: {read}" and "layers, d_model" not in " ".join(said[:2])
 

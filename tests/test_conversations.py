@@ -4,6 +4,7 @@ import bz2
 import gzip
 import json
 import re
+import shlex
 import tracemalloc
 from datetime import datetime
 
@@ -357,7 +358,12 @@ def test_a_column_that_is_named_like_a_response_is_asked_about(jsonl):
     for typo in ("respones", "reponse", "anser", "answr"):
         assert f"column '{typo}' may be one" in error_of(jsonl({"prompt": "q", typo: "r"}))
     both = error_of(jsonl({"id": "a", "user_question": "q", "bot_reply": "r"}))
-    assert "name them: --query-column user_question --response-column bot_reply" in both
+    assert "--query-column user_question --response-column bot_reply;" in both
+    odd = jsonl({"ID": "a1", "Customer asks": "Where is it?", "Bot reply": "Here, I hope."})
+    named = "--query-column 'Customer asks' --response-column 'Bot reply'; --help has"
+    assert f"sample --dataset {shlex.quote(str(odd))} {named}" in error_of(odd)
+    chat = jsonl({"chat": DIALOGUE[:2]})
+    assert "--messages-column chat; --help" in error_of(chat)
 
 
 def test_whether_a_response_is_correct_is_no_gold_answer():

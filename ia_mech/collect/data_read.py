@@ -17,6 +17,8 @@ ROLES = {
     "system": "system message",
     "followup": "real follow-up",
     "answer": "gold answer",
+    "id": "id",
+    "source": "source",
 }
 # What a row may have or lack; the second argument says whether the model writes all responses.
 KINDS: dict[str, Callable[[Conversation, bool], bool]] = {
@@ -63,11 +65,11 @@ def what_was_read(
 def _text(
     rows: Sequence[Conversation], source: ConversationSource, settings: Settings, joints: Joints
 ) -> str:
-    """Columns that no flag named, and what rows have."""
+    """Columns that were read, and what rows have."""
     recognised = [
         f"{what} from {' or '.join(f'`{name}`' for name in source.roles[role])}"
         for role, what in ROLES.items()
-        if role in source.roles and getattr(settings.columns, role) is None
+        if role in source.roles
     ]
     own = sum(row.messages[0]["role"] == "system" for row in rows)
     counts = {"with a system message of their own": own}

@@ -26,7 +26,7 @@ from difflib import get_close_matches
 from itertools import chain, pairwise
 from typing import Any, NoReturn
 
-from ia_mech.cli import shell_word
+from ia_mech.cli import program, shell_word
 from ia_mech.data.messages import (
     METADATA,
     NOT_PART,
@@ -148,8 +148,11 @@ class ColumnMap:
         return self.format != "auto" or any(columns)
 
 
-def parse(row: dict, columns: ColumnMap, place: str) -> "Row":
+def parse(row: dict, columns: ColumnMap, place: str, dataset: str = "FILE") -> "Row":
     """Read one row in the shape ``columns`` names, or in the one its columns show.
+
+    Args:
+        dataset: as ``--dataset`` names it, for an error's command.
 
     Raises:
         UserError: no shape fits, a named column is missing, a column holds the wrong kind, or one
@@ -157,7 +160,8 @@ def parse(row: dict, columns: ColumnMap, place: str) -> "Row":
     """
     cells = Row(row, columns, place)
     refuse_unread(cells.known, [name for name in UNREAD if name != columns.context], place)
-    cells.said = _read(cells, _shape(cells) if columns.format == "auto" else columns.format)
+    shape = _shape(cells, dataset) if columns.format == "auto" else columns.format
+    cells.said = _read(cells, shape)
     shared: dict[str, Any] = {"id": cells.identifier("id")}
     source = cells.identifier("source")
     if isinstance(cells.known.get("dataset"), str):
@@ -532,7 +536,7 @@ class Row:
             messages[0]["tools"] = tools[0]
 
     def identifier(self, role: str) -> str | None:
-        value = self.take(self.name(role, _NAMES[role]))
+        value = self.take(self.name(role, _NAMES[role]), role)
         blank = value is None or value == ""
         if isinstance(value, list | dict) or (blank and getattr(self.columns, role) is not None):
             raise UserError(
@@ -635,7 +639,7 @@ def _spellings(
     return {usual: own for usual, (own,) in found.items() if own != usual}
 
 
-def _shape(cells: Row) -> str:
+def _shape(cells: Row, dataset: str) -> str:
     """The shape that the columns show."""
     named = cells.columns.messages
     listed = [n for n in ("turns", "prompt") if list_of(cells.known.get(n), str)]
@@ -647,14 +651,13 @@ def _shape(cells: Row) -> str:
         return "turns"
     if any(name in cells.known for name in _NAMES["query"]):
         return "qa"
-    query = cells.like(cells.known, _NAMES["query"], _LIKE_QUERY) or "NAME"
+    query = cells.like(cells.known, _NAMES["query"], _LIKE_QUERY)
     looked_for = (*_NAMES["messages"], *_NAMES["query"])
     empty = [n for n in looked_for if n in cells.row and n not in cells.known]
-    if empty and query == "NAME":
+    if empty and query is None:
         raise UserError(f"{cells.place}: nothing is in {' and '.join(map(repr, empty))}", CORRECT)
-    response = cells.like(cells.known, _NAMES["response"], _LIKE_RESPONSE) or "NAME"
-    messages = next((n for n, v in cells.known.items() if has_roles(as_list(v))), "NAME")
-    query, response, messages = (shell_word(name) for name in (query, response, messages))
+    response = cells.like(cells.known, _NAMES["response"], _LIKE_RESPONSE)
+    messages = next((n for n, v in cells.known.items() if has_roles(as_list(v))), None)
     for name, value in cells.known.items():
         kind = _NAMES["query"] if isinstance(value, str) else _NAMES["messages"]
         close = get_close_matches(name, kind, 1, MISTYPED)
@@ -664,10 +667,19 @@ def _shape(cells: Row) -> str:
                 f"{close[0]!r} by {name!r}?)",
                 "correct the name, or name the columns: --query-column, --messages-column",
             )
+    if (query is None) != (response is None):  # the other is the one other column with sentences
+        texts = [k for k, v in cells.known.items() if isinstance(v, str) and len(v.split()) > 1]
+        others = [k for k in texts if k not in (query, response, *_USUAL)]
+        if len(others) == 1:
+            query, response = query or others[0], response or others[0]
+    flags = {"query": query or "NAME", "response": response or "NAME"}
+    if messages:
+        flags = {"messages": messages}
+    named = " ".join(f"--{role}-column {shell_word(name)}" for role, name in flags.items())
     raise UserError(
         f"{cells.place}: columns not recognised (found: {cells.found})",
-        f"name them: --query-column {query} --response-column {response}, or --messages-column "
-        f"{messages}; --help has the others, and --format if the shape isn't plain",
+        f"name them: {program()} sample --dataset {shell_word(dataset)} {named}; --help has the "
+        "others, and --format if the shape isn't plain",
     )
 
 
