@@ -580,7 +580,9 @@ def test_the_bar_has_room_for_responses_that_are_drawn_again(progress):
     part = phase.begin("a")
     part.prefilled(10)
     part.decoded(4, 4, 16)
-    assert progress.steps == 4 * 5 + 10
+    assert progress.steps == 4 * 5 + 10 and progress.note.endswith(" tokens/s")
+    part.prefilled(0)
+    assert progress.note.endswith("prefilling"), "no rate of decoding"
     part.redraw(2)
     assert progress.note.startswith("4/4 responses, 2 drawn again, decoding")
     for _ in range(5):

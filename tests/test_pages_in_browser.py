@@ -125,7 +125,7 @@ def test_filters_pages_and_permalinks(judged, opened):
     assert row.locator(".turn details[open]").count() == 1
     page.get_by_role("button", name="clear").click()
     assert counted(page) == (12, 60)
-    page.get_by_label("text of turn or context").fill("no turn says this")
+    page.get_by_label("text of turn or conversation").fill("no turn says this")
     assert counted(page) == (0, 0) and "No turn passes" in page.locator("#rows").text_content()
     page.get_by_role("button", name="clear").click()
     page.get_by_role("button", name="further").click()
@@ -279,7 +279,7 @@ def test_decoys_are_folded_and_can_be_chosen(run, opened):
     row = page.locator(".context").first
     assert counted(page) == (12, 60) and row.locator(".turn").count() == 5
     beneath = int((decoys["shown"] == row.get_attribute("aria-label")).sum())
-    row.get_by_text(f"{beneath} decoys: turns written elsewhere").click()
+    row.get_by_text(f"{beneath} turns from elsewhere, shown to judges here: for them").click()
     playwright.expect(row.locator(".turn")).to_have_count(5 + beneath)
     option(page, "shown after", "a wrong conversation")
     assert counted(page)[1] == (decoys["decoy"] == "wrong_conversation").sum() > 0

@@ -97,6 +97,19 @@ def test_gates_of_judges_that_look_at_different_things(run):
         assert gate.siblings.margin == gate.siblings.excess
 
 
+@pytest.mark.parametrize("anywhere", [True, False])  # whether some turns count after anything
+def test_the_figure_has_no_excess_where_it_is_the_rate(run, anywhere):
+    follow_up = planted(run)
+    judged = judged_by(
+        run,
+        lambda i: FOLLOW_UP if i in follow_up or (anywhere and number(i) % 4 == 0) else NEW,
+    )
+    figure = result(judged).figures["rates"]
+    _, names = figure.axes[0].get_legend_handles_labels()
+    assert names[:2] == ["follow-ups", "after a wrong conversation"]
+    assert (len(names) == 3) == ("excess" in figure.get_label()) == anywhere
+
+
 def test_sentence_and_control_follow_the_gate(run):
     follow_up = planted(run, 0.95)
     judged = judged_by(run, lambda item: FOLLOW_UP if item in follow_up else NEW)

@@ -85,7 +85,7 @@ class PhaseProgress:
             self._again += again
             note = f"{min(self._ended, self._rows)}/{self._rows} {self._unit}s, "
             note += f"{self._again} drawn again, {doing}" if self._again else doing
-            if self._drawn:
+            if self._drawn and doing == "decoding":
                 note += f", {self._drawn / (time.monotonic() - self._begun):.0f} tokens/s"
             self._progress.advance(tokens, note + self.devices())
 

@@ -2,8 +2,7 @@
 // The conversation before which a judge was shown a turn; and the caption of a decoy in that conversation.
 const SHOWN_AFTER = ["its own conversation", "a wrong conversation", "a sibling of its response"];
 const DECOYS = [null, "wrong_conversation", "sibling"]; // as results name them
-const DECOY = [null, "decoy: this is a wrong conversation for it",
-  "decoy: this response is a sibling of its own"];
+const DECOY = [null, "this is a wrong conversation for it", "this response is a sibling of its own"];
 const WHOLE = "whole turns"; // all of whose tokens are drawn, and greedy ones
 const UNCHANGED = "unchanged"; // the condition of a conversation that no experiment changed
 const CONTEXTS = 10; // on a page
@@ -66,7 +65,7 @@ unpacked().then((data) => {
   const assessed = data.categories.map((name, k) => k < data.categories.length - 2); // the last two: no verdict
   const byJudge = (judge) => (judges.length > 1 ? ` by ${judge}` : "");
   const ofContext = (column) => (i) => contexts[column][turns.context[i]];
-  const search = control("text of turn or context", el("input", { type: "search" }));
+  const search = control("text of turn or conversation", el("input", { type: "search" }));
   for (const judge of judges) {
     const codes = turns.labels[judge].category;
     choice(`category${byJudge(judge)}`, [
@@ -244,7 +243,8 @@ unpacked().then((data) => {
         ...said("likeliest first tokens of a turn, at T = 1", openings(c).join("\n")),
         ...said("system prompt and rendered header", contexts.before[c] && `${contexts.before[c]}…${contexts.after[c]}`)),
       el("div", {}, columns(shown), ...folded("other turns", others),
-        ...folded("decoys: turns written elsewhere, which judges were shown here", decoys)));
+        ...folded("turns from elsewhere, shown to judges here: for them this is a wrong conversation"
+          + (decoys.some((i) => turns.decoy[i] === 2) ? ", or has a sibling of their response" : ""), decoys)));
   }
 
   // Make texts that scroll reachable by keyboard.

@@ -12,6 +12,7 @@ from ia_mech.display import COLOURS, draw_points, draw_rows, link_of, title_axes
 from ia_mech.estimates import all_datasets, with_shown_intervals
 from ia_mech.judge.decoys import WRONG
 from ia_mech.judge.rubric import heading
+from ia_mech.rates.fit import FOOTNOTE
 from ia_mech.rates.fit import temperature as named
 from ia_mech.rates.gate import Gate
 from ia_mech.stats import LEAST_SHOWN
@@ -34,7 +35,8 @@ def gate_title(name: str, gate: Gate) -> str:
 
 @with_style
 def draw_rates(estimates: pd.DataFrame, title: str, fit: float = math.inf) -> Figure:
-    """Left, rate, floor and excess by temperature; right, the failure profile.
+    """Left, rate, floor and excess by temperature; right, the failure profile. The excess is left
+    out where all floors are 0, since it is the rate there.
 
     Args:
         estimates: of :func:`ia_mech.rates.compute.estimates`, of one model and perturbation. The
@@ -48,12 +50,14 @@ def draw_rates(estimates: pd.DataFrame, title: str, fit: float = math.inf) -> Fi
     left, right = figure.subplots(1, 2)
     temperatures = sorted(whole["temperature"].unique())
     apart = 0.015 * temperatures[-1]  # intervals beside each other, not on each other
+    after_wrong = (whole["quantity"] == "floor") & (whole["decoy"] == WRONG)
+    floored = whole.loc[after_wrong, "value"].fillna(0).any()
     for number, (quantity, (label, colour)) in enumerate(LINES.items()):
         own = whole[whole["quantity"] == quantity]
         own = own[own["decoy"].isna() | (own["decoy"] == WRONG)].sort_values("temperature")
         if quantity == "excess":
             own = own.assign(decoy=None)  # its marks lead to the turns, as the rate's do
-        if own["value"].notna().any():
+        if own["value"].notna().any() and (floored or quantity != "excess"):
             at = own["temperature"] + apart * number
             draw_points(left, at, own, fmt="o-", capsize=2, color=colour, label=label)
     left.axhline(0, color="0.7", lw=0.7)
@@ -65,12 +69,12 @@ def draw_rates(estimates: pd.DataFrame, title: str, fit: float = math.inf) -> Fi
     for axes in (left, right):
         axes.set_xlabel("temperature")
     figure.set_label(
-        "Left: the share of turns that the judge calls follow-ups, the share of the same turns "
-        "that it calls follow-ups after a wrong conversation (one of another query), and the "
-        "excess, which is the difference of the two, with their intervals. Right: the share of "
-        "turns in each category. Turns that the judge could not assess, or failed on, are left out."
-        + " *: above the temperatures of the judge's fit."
-        * bool(temperatures[-1] > fit)
+        "Left, with intervals: the share of turns that the judge calls follow-ups, and the share "
+        "of the same turns that it calls follow-ups after a wrong conversation (one of another "
+        "query)"
+        + (", and the excess, which is the first minus the second" if floored else "")
+        + ". Right: the share of turns in each category. Turns that the judge could not assess, or "
+        "failed on, are left out." + f" {FOOTNOTE}" * bool(temperatures[-1] > fit)
     )
     return figure
 

@@ -19,6 +19,7 @@ from ia_mech.estimates import ALL, all_datasets
 from ia_mech.judge.rubric import heading
 from ia_mech.page import image
 from ia_mech.rates.evidence import changed_runs
+from ia_mech.rates.fit import FOOTNOTE
 from ia_mech.results import Result, Table, read, sentences_of
 from ia_mech.run import Run
 from ia_mech.run.queries import conversations_text
@@ -32,6 +33,7 @@ ORDER = (
     *("mass", "mass_vector", "perturbations", "rates-by-correct", "temperature_sweep", "agreement"),
 )
 MAX_ESTIMATES = 400  # rows that a page lists; the file has all
+_STARRED = re.compile(r"\d\*")  # a temperature above the judge's fit
 _ADVICE = re.compile(r" --[a-z]")  # in a sentence that says what to do, not what was found
 RATES = ("rate", "follow-up rate")  # quantities whose rows are turns
 LINES = ("model", "weights_hash", "perturbation", "condition", "dataset", "temperature")
@@ -110,9 +112,13 @@ class Answer:
     @property
     def sentences(self) -> list[list[str]]:
         """The findings, each cut into pieces: every second piece is an interval.
-        :attr:`controls` are cut in the same way."""
-        said = sentences_of(self.result.sentence)
-        return [_INTERVAL.split(one) for one in said if one not in self.advice]
+        :attr:`controls` are cut in the same way. Behind the first star stands what it means."""
+        said = [one for one in sentences_of(self.result.sentence) if one not in self.advice]
+        if (
+            at := next((k for k, one in enumerate(said) if _STARRED.search(one)), None)
+        ) is not None:
+            said[at] += f" {FOOTNOTE}"
+        return [_INTERVAL.split(one) for one in said]
 
     @property
     def advice(self) -> list[str]:
