@@ -24,9 +24,9 @@ sample: $(INSTALLED)
 
 # Each command prints more by itself; here only progress is shown, and the answer at the end.
 demo: $(INSTALLED)
-	@echo "1 of 4: a small model reads 24 conversations and writes the next user turns (about a minute)"
+	@echo "1 of 4: a small model reads 24 conversations and writes the next user turns (about a minute, plus 93 MB once)"
 	@$(BIN)/ia-mech sample --out $(DEMO) > /dev/null
-	@echo "2 of 4: the built-in judge labels each turn: is it a follow-up? (half a minute)"
+	@echo "2 of 4: the built-in judge labels each turn: is it a follow-up? (half a minute, plus 83 MB once)"
 	@$(BIN)/ia-mech judge run $(DEMO) --replace > /dev/null
 	@echo "3 of 4: rates of follow-ups, with intervals"
 	@$(BIN)/ia-mech rates $(DEMO) --judge builtin > /dev/null
