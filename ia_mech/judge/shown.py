@@ -6,12 +6,11 @@ from dataclasses import dataclass
 import pandas as pd
 
 from ia_mech.cli import one_line
+from ia_mech.judge.decoys import AFTER, DECOY_KINDS
 from ia_mech.judge.rubric import Rubric, heading
 from ia_mech.run import Run
 from ia_mech.run.labelled import FAILED
 from ia_mech.run.queries import exchange
-
-RULE = "one turn of each category, follow-ups first"
 
 
 @dataclass(frozen=True)
@@ -61,6 +60,25 @@ def labelled_turns(run: Run, judge: str, count: int) -> list[Labelled]:
         if len(found) == len(chosen):
             break
     return [found[at] for at in chosen.index]
+
+
+def rule(turns: list[Labelled]) -> str:
+    """Which turns :func:`labelled_turns` chose."""
+    return f"one turn of each of the {len(turns)} commonest categories, follow-ups first"
+
+
+def judged_text(items: pd.Series, decoys: pd.DataFrame) -> str:
+    """How many turns and decoys were judged, and how many distinct items these are: a judge is
+    asked once about each.
+
+    Args:
+        items: of the turns, the column ``item`` of judgements.
+        decoys: the columns ``item`` and ``decoy`` of theirs.
+    """
+    distinct = pd.concat([items, decoys["item"]]).nunique()
+    kinds = [AFTER[kind] for kind in DECOY_KINDS if (decoys["decoy"] == kind).any()]
+    controls = f" + {len(decoys)} controls (turns after {' or '.join(kinds)})" if kinds else ""
+    return f"{len(items)} turns{controls}, {distinct} distinct"
 
 
 def counts_of(categories: pd.Series, rubric: Rubric) -> str:
