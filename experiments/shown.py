@@ -80,8 +80,8 @@ def too_few(queries: int, comparisons: int = 1) -> str:
     needed = queries_needed(comparisons)
     if queries >= needed:
         return ""
-    after = f" after the correction for {comparisons} comparisons" if comparisons > 1 else ""
-    return f"{queries}; to show anything{after} takes at least {needed}"
+    which = f"none of {comparisons} differences" if comparisons > 1 else "no difference"
+    return f"with {queries}, {which} can be shown, however large; that takes at least {needed}"
 
 
 def print_plan(lines: Mapping[str, str]) -> None:

@@ -248,7 +248,7 @@ def test_the_second_time_nothing_is_sampled_and_no_model_is_loaded(
     assert tables <= set(after) and all(after[name] == before[name] for name in tables)
     assert files(plain.path) == base
     verdict = outcome.out.splitlines()[0]
-    few = "9; to show anything after the correction for 16 comparisons takes at least 10"
+    few = "with 9, none of 16 differences can be shown, however large; that takes at least 10"
     none = "No change of the response is shown to move the follow-up rate"
     assert verdict.endswith(f"{none} (too few queries: {few}).")
     assert "\nControl: " in outcome.out
@@ -301,7 +301,7 @@ def test_a_dry_run_writes_nothing_and_bad_input_is_refused(perturb, plain, folde
     out = ("--out", tmp_path / "out")
     planned = perturb(plain.path, *out, "--dry-run", "--queries", "3")
     assert planned.status == 0 and " conversations to sample 4 turns after each" in planned.out
-    few = r"too few queries +3; to show anything after the correction for 16 comparisons takes at"
+    few = r"too few queries +with 3, none of 16 differences can be shown, however large; that takes"
     assert re.search(few, planned.out)
     swapped = perturb(plain.path, *out, "--dry-run", "--queries", "2", "--conditions", "swap")
     assert "2 conversations to sample" in swapped.out  # donors are of the whole run

@@ -151,7 +151,7 @@ def test_a_field_of_the_data_tells_rates_apart(run, rates):
     assert table.title.startswith("follow-up rates by topic") and table.columns[0] == "topic"
     assert {row[0] for row in table.rows} == {"maths", "–"}  # without the pooled rates
     assert table.legend.startswith("–: rows of the data without it")
-    same = "By topic, all 2 groups have the same rate of greedy turns: 0.00."
+    same = "By topic, 0.00 of greedy turns are follow-ups in each of 2 groups, 0 of 12 in all."
     assert same in made.sentence
     single = result(read_runs([run], by="n")).tables[0]  # a query each
     cells = [cell for row in single.rows for cell in row]
@@ -167,12 +167,17 @@ def test_a_field_of_the_data_tells_rates_apart(run, rates):
     assert "topic" in table.columns and {row[1] for row in table.rows} == {"maths"}
     assert "without it" not in table.legend and "same topic" in alone.sentence
     tied = pd.DataFrame(
-        {"dataset": ["a", "b", "c"], "value": [0.0, 1.0, 1.0], "sources": 1, "rows": 2}
-        | {"quantity": "rate", "outcome": "follow_up", "temperature": 0.0, "events": [0, 2, 2]}
-        | {"low": float("nan"), "high": float("nan")}
+        {"dataset": [*"abcd"], "value": [0.5, 0.0, 1.0, 1.0], "sources": [1, 5, 5, 6], "rows": 6}
+        | {"quantity": "rate", "outcome": "follow_up", "temperature": 0.0, "events": [3, 0, 6, 6]}
+        | {"low": 0.0, "high": 1.0, "p_holm": float("nan")}
     )
-    said = "By topic, 0 of 2 (topic = a) to 1.00 (2 groups, such as topic = b) of greedy turns"
-    assert _by_group("topic", tied).startswith(said)
+    small = "1 of 4 groups of fewer than 5 queries are too small to compare"
+    assert _by_group("topic", tied) == (
+        "By topic, 0.00 [0.00, 1.00] (topic = b) to 1.00 (2 groups, such as topic = c) of greedy "
+        f"turns are follow-ups ({small})."
+    )
+    few = "By topic, no two groups can be compared: 1 of 2 groups of fewer than 5 queries are too"
+    assert _by_group("topic", tied[:2]).startswith(few)
     tied.loc[1:, ["rows", "value"]] = 0, float("nan")  # none of their turns could be assessed
     assert "same rate" not in _by_group("topic", tied)
 

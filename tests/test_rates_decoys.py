@@ -144,7 +144,14 @@ def test_perturbed_contexts_do_not_decide():
     assert gate_of(pairs, "j").verdict == "passed"
     assert gate_of(pairs[40:], "j").verdict == "failed"
     few = gate_of(pairs[:3], "j")
-    assert few.verdict == "undecided" and "is +1.00 (4 queries))" in few.short
+    assert (
+        few.verdict == "undecided"
+        and (
+            "is +1.00 (4 queries); to pass, that has to be shown to be larger than the rate after "
+            "wrong conversations, 0 of 3: it is larger by +1.00 (4 queries))"
+        )
+        in few.short
+    )
     assert "it calls 3 of the 3 turns follow-ups, and 0 of them if" in few.details[0]
     alone = gate_of(pairs.assign(decoy="sibling"), "j")
     assert alone.verdict == "no decoys" and alone.siblings.decoys == 40

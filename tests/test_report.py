@@ -25,7 +25,7 @@ from ia_mech.judge.__main__ import main as judge_main
 from ia_mech.judge.decoys import DECOY_KINDS
 from ia_mech.judge.rubric import FOLLOW_UP
 from ia_mech.judge.sheets import export_sheet, import_sheet, write_sheet
-from ia_mech.judge.shown import labelled_turns
+from ia_mech.judge.shown import labelled_turns, rule
 from ia_mech.page import packed, rendered
 from ia_mech.rates.__main__ import main as rates_main
 from ia_mech.rates.fit import FOOTNOTE
@@ -133,8 +133,9 @@ def test_commands_of_missing_results_are_said_and_run(run, report):
         "that takes 50."
     )
     assert re.fullmatch(
-        r"Control: shown after a wrong conversation \(one of another query\), \d+ of 60 turns "
-        "count as follow-ups.",
+        r"Control failed: shown after a wrong conversation \(one of another query\), \d+ of 60 "
+        "turns count as follow-ups. On the whole run, the built-in judge can't tell a turn's own "
+        "conversation from a wrong one, of another query: don't rely on its rates.",
         ending[1],
     )
     assert ending[-2:] == [
@@ -172,6 +173,7 @@ def test_a_report_ends_with_the_answer_and_turns_of_different_labels(run, report
         f"{told[1]} at T = 1 are follow-ups."
     )
     found = labelled_turns(Run.open(run.path), "builtin", 3)
+    assert rule(found) == "one turn of each of the 3 commonest categories, follow-ups first"
     assert found[0].category == FOLLOW_UP and len({one.category for one in found}) == 3
     assert len({one.context_id for one in found}) == 3
     assert sum(rows["category"] == found[1].category) >= sum(rows["category"] == found[2].category)

@@ -63,7 +63,7 @@ def label(
     """
     from ia_mech.display import Bar
     from ia_mech.judge.judging import label_run
-    from ia_mech.judge.shown import counts_of
+    from ia_mech.judge.shown import counts_of, judged_text
     from ia_mech.judge.verdict import Judge, judge_of
     from ia_mech.run import Run
 
@@ -81,5 +81,7 @@ def label(
     run = run if isinstance(run, Run) else Run.open(run)
     label_run(run, judge, name, bar := Bar(), replace=replace)
     turns = run.labelled(name)
-    bar.say(f"labels by {name} of {len(turns)} turns: {counts_of(turns['category'], judge.rubric)}")
+    items = run.labels.judgements(name, ["item"])["item"]
+    judged = judged_text(items, run.labels.decoys(name, columns=["item", "decoy"]))
+    bar.say(f"labels by {name} of {judged}: {counts_of(turns['category'], judge.rubric)}")
     return turns

@@ -26,7 +26,14 @@ from ia_mech.judge.judging import (
     label_run,
 )
 from ia_mech.judge.rubric import Rubric, read_rubric
-from ia_mech.judge.shown import RULE, counts_of, labelled_turns, lines_of
+from ia_mech.judge.shown import (
+    close_to_queries,
+    counts_of,
+    judged_text,
+    labelled_turns,
+    lines_of,
+    rule,
+)
 from ia_mech.judge.verdict import JUDGED, Item, Judge, identity_hash
 from ia_mech.results import folders_of, read
 from ia_mech.run import Run
@@ -70,15 +77,17 @@ def run_judge(args: argparse.Namespace) -> int:
         unperturbed=args.unperturbed,
     )
     rows = run.labels.judgements(name, _COUNTED)
-    decoys = run.labels.decoys(name, columns=_COUNTED)
+    decoys = run.labels.decoys(name, columns=[*_COUNTED, "decoy"])
     seconds, screen = time.monotonic() - begun, console()
     if shown := labelled_turns(run, name, SHOWN):
-        screen.print(f"labels by {name} ({RULE}):", soft_wrap=True, markup=False)
+        screen.print(f"labels by {name} ({rule(shown)}):", soft_wrap=True, markup=False)
         for line in lines_of(shown, rationale=True):
             screen.print(line, soft_wrap=True, markup=False)
         screen.print()
     made = args.replace or run.labels.digest([name]) != before
     _print_verdicts(rows, decoys, judge.rubric, seconds if made else None)
+    if close := close_to_queries(run.labels.judgements(name, ["follow_up", "rationale"])):
+        screen.print(close, soft_wrap=True)
     if caveat := run.labels.record("judgements", name)["caveat"]:
         screen.print(escape(caveat), soft_wrap=True)
     print(f"labels: {shell_word(path)}")
@@ -140,7 +149,7 @@ def make_judge(args: argparse.Namespace, run: Run | None = None) -> Judge:
 def print_plan(judge: Judge, items: Sequence[Item], *, decoys: int = 0) -> None:
     """What ``--dry-run`` shows; ``decoys`` of the items are decoys."""
     distinct = list(dict.fromkeys(items))
-    turns = f"{len(items) - decoys} user turns" + (f" and {decoys} decoys" if decoys else "")
+    turns = f"{len(items) - decoys} turns" + (f" + {decoys} controls" if decoys else "")
     print(f"{turns}, {len(distinct)} distinct")
     with faults_named(judge):
         estimate = judge.estimate(distinct)
@@ -221,6 +230,7 @@ def _print_verdicts(
     screen = console()
     listed = counts_of(rows["category"], rubric)
     screen.print(f"all {len(rows)} turns: {listed}", soft_wrap=True)
+    judged = judged_text(rows["item"], decoys)
     rows = pd.concat([rows, decoys]) if len(decoys) else rows
     for status, part in rows[rows["status"] != JUDGED].groupby("status"):
         errors = part["error"].value_counts()
@@ -228,10 +238,7 @@ def _print_verdicts(
         screen.print(f"{len(part)} {status}: {commonest} ({errors.iloc[0]})", soft_wrap=True)
     if seconds is None:
         return
-    judged = f"{len(rows) - len(decoys)} turns"
-    if len(decoys):
-        judged += f", and as a control {len(decoys)} after a wrong conversation or response"
-    facts = [f"judged {judged}; {rows['item'].nunique()} of them distinct, in {seconds:.0f} s"]
+    facts = [f"judged {judged}, in {seconds:.0f} s"]
     if tokens := rows["prompt_tokens"].sum() + rows["completion_tokens"].sum():
         facts.append(f"{tokens} tokens")
     if rows["cost"].notna().any():

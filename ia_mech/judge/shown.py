@@ -6,12 +6,16 @@ from dataclasses import dataclass
 import pandas as pd
 
 from ia_mech.cli import one_line
+from ia_mech.judge.decoys import AFTER, DECOY_KINDS
 from ia_mech.judge.rubric import Rubric, heading
 from ia_mech.run import Run
 from ia_mech.run.labelled import FAILED
 from ia_mech.run.queries import exchange
 
-RULE = "one turn of each category, follow-ups first"
+# Of 586 turns that the built-in judge calls follow-ups (docs/results/data, new queries), annotators
+# say of 9 of the 28 that are so close to the query that they repeat it, of the others 43 of 558.
+CLOSE = 0.8
+_LIKENESS = r"likeness to the nearest sentence: (-?[\d.]+) \(query\)"  # as features.evidence has it
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,39 @@ def labelled_turns(run: Run, judge: str, count: int) -> list[Labelled]:
         if len(found) == len(chosen):
             break
     return [found[at] for at in chosen.index]
+
+
+def rule(turns: list[Labelled]) -> str:
+    """Which turns :func:`labelled_turns` chose."""
+    return f"one turn of each of the {len(turns)} commonest categories, follow-ups first"
+
+
+def judged_text(items: pd.Series, decoys: pd.DataFrame) -> str:
+    """How many turns and decoys were judged, and how many distinct items these are: a judge is
+    asked once about each.
+
+    Args:
+        items: of the turns, the column ``item`` of judgements.
+        decoys: the columns ``item`` and ``decoy`` of theirs.
+    """
+    distinct = pd.concat([items, decoys["item"]]).nunique()
+    kinds = [AFTER[kind] for kind in DECOY_KINDS if (decoys["decoy"] == kind).any()]
+    controls = f" + {len(decoys)} controls (turns after {' or '.join(kinds)})" if kinds else ""
+    return f"{len(items)} turns{controls}, {distinct} distinct"
+
+
+def close_to_queries(rows: pd.DataFrame) -> str:
+    """How many follow-ups may be queries asked again; empty if none, or if a judge tells no
+    likeness. Rows have the columns ``follow_up`` and ``rationale`` of judgements."""
+    reasons = rows.loc[rows["follow_up"] == 1, "rationale"].astype(str)
+    close = (reasons.str.extract(_LIKENESS)[0].astype(float) >= CLOSE).sum()
+    if not close:
+        return ""
+    return (
+        f"{close} of the {len(reasons)} follow-ups are close to a sentence of the query (likeness "
+        f"{CLOSE} or more): read these. The judge may take a query that is asked again in other "
+        "words for a follow-up, and wrong conversations don't show that."
+    )
 
 
 def counts_of(categories: pd.Series, rubric: Rubric) -> str:

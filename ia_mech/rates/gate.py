@@ -74,9 +74,14 @@ class Gate:
                 f"Nothing controls {named(self.judge)}{of_model}: no turn was shown to it after a "
                 "wrong conversation, one of another query (that takes two queries of a dataset)"
             )
+        needed = (
+            "; to pass, that has to be shown to be larger than the rate after wrong conversations, "
+            f"{self.count(self.floor)} of {self.decoys}: it is larger by "
+            f"{self.margin.text(sign=True)}"
+        )
         return (
             f"{self.decided} (the follow-up rate minus that after wrong conversations is "
-            f"{self.excess.text(sign=True)})"
+            f"{self.excess.text(sign=True)}{needed * (self.verdict == UNDECIDED)})"
         )
 
     @property

@@ -294,12 +294,6 @@ def _turns_and_decoys(
         turns["dataset"] = _groups(run, turns["context_id"], by)
     if there is None:
         turns["truth"] = turns["inclusion"] = np.nan
-    decoys = run.decoys(judge)
-    row = decoys.pop("row")
-    frame = turns[_OF_TURN].iloc[row].reset_index(drop=True)
-    frame = frame.assign(decoy=decoys["decoy"].astype(object), shown_source=decoys["shown_source"])
-    frame["follow_up"] = decoys["follow_up"]
-    frame["own_follow_up"] = turns["follow_up"].to_numpy()[row]
     kept = run.drawn(turns, drawn_tokens).to_numpy()
     sampled = (turns["temperature"] > 0).to_numpy()
     if (sampled.any() or drawn_tokens) and not (kept & sampled).any():
@@ -308,7 +302,19 @@ def _turns_and_decoys(
         )
         counts = " or ".join(f"--drawn-tokens {k}" for k in run.settings["drawn_tokens"])
         raise UserError(f"{run.path} has no sampled turns {which}", f"count others: {counts}")
-    return turns[kept].reset_index(drop=True), frame[kept[row]].reset_index(drop=True)
+    return turns[kept].reset_index(drop=True), decoys_of(run, judge, turns, kept)
+
+
+def decoys_of(run: Run, judge: str, turns: pd.DataFrame, kept: np.ndarray) -> pd.DataFrame:
+    """``decoys`` of :class:`JudgedTurns`: those of the ``[turns]`` of a run that are ``kept``, with
+    such columns of their turns as there are."""
+    decoys = run.decoys(judge)
+    row = decoys["row"].to_numpy()
+    frame = turns[[name for name in _OF_TURN if name in turns]].iloc[row].reset_index(drop=True)
+    frame = frame.assign(decoy=decoys["decoy"].astype(object), shown_source=decoys["shown_source"])
+    frame["follow_up"] = decoys["follow_up"]
+    frame["own_follow_up"] = turns["follow_up"].to_numpy()[row]
+    return frame[kept[row]].reset_index(drop=True)
 
 
 def _groups(run: Run, contexts: pd.Series, by: str) -> pd.Series:

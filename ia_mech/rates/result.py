@@ -20,6 +20,7 @@ from ia_mech.rates.load import EVERY, SUBJECT, JudgedTurns, matching
 from ia_mech.results import Result, Table, about_runs, cell_of, table_of
 from ia_mech.run.labels import KEY
 from ia_mech.run.queries import conversations_text
+from ia_mech.stats import LEAST_SHOWN
 
 QUESTION = "How often are the user turns follow-ups?"
 Columns = dict[str, tuple[str, int | str]]  # of a table: which estimates → head and format
@@ -167,7 +168,8 @@ def _sentence(judged: JudgedTurns, of: pd.DataFrame, groups: pd.DataFrame, level
 
 
 def _by_group(field: str, rows: pd.DataFrame) -> str:
-    """The lowest and the highest rate by a field of the data, of greedy turns if there are any."""
+    """The lowest and the highest rate by a field of the data, of greedy turns if there are any.
+    Groups of too few queries for an interval are not compared."""
     rates = rows[(rows["quantity"] == "rate") & (rows["outcome"] == "follow_up")]
     rates = rates[rates["rows"] > 0]  # a group of which no turn could be assessed has no rate
     t = rates["temperature"].min()
@@ -175,9 +177,18 @@ def _by_group(field: str, rows: pd.DataFrame) -> str:
     if len(rates) < 2:
         return f"All of them have the same {field}."
     turns = f"turns at T = {t:g}" if t else "greedy turns"
+    groups, rates = len(rates), rates[rates["sources"] >= LEAST_SHOWN]
+    small = groups - len(rates)
+    few = f"{small} of {groups} groups of fewer than {LEAST_SHOWN} queries"
+    if len(rates) < 2:
+        return f"By {field}, no two groups can be compared: {few} are too small."
+    aside = f" ({few} are too small to compare)" if small else ""
     if rates["value"].nunique() == 1:
-        same = rates["value"].iloc[0]
-        return f"By {field}, all {len(rates)} groups have the same rate of {turns}: {same:.2f}."
+        counts = f"{rates['events'].sum()} of {rates['rows'].sum()} in all"
+        return (
+            f"By {field}, {rates['value'].iloc[0]:.2f} of {turns} are follow-ups in each of "
+            f"{len(rates)} groups, {counts}{aside}."
+        )
     ends = []
     for end in rates["value"].min(), rates["value"].max():
         tied = rates[rates["value"] == end]
@@ -187,7 +198,7 @@ def _by_group(field: str, rows: pd.DataFrame) -> str:
             if len(tied) == 1
             else f"{end:.2f} ({len(tied)} groups, such as {whose})"
         )
-    return f"By {field}, {ends[0]} to {ends[1]} of {turns} are follow-ups."
+    return f"By {field}, {ends[0]} to {ends[1]} of {turns} are follow-ups{aside}."
 
 
 def _reaction(gate: Gate) -> str:

@@ -4,12 +4,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ia_mech.estimates import all_datasets
-from ia_mech.judge.decoys import WRONG
-from ia_mech.judge.shown import RULE, labelled_turns, lines_of
+from ia_mech.judge.shown import labelled_turns, lines_of, rule
 from ia_mech.rates.fit import highest, starred, temperature
-from ia_mech.rates.gate import named
+from ia_mech.rates.gate import PASSED, gate_of, named
 from ia_mech.rates.latent import conclusion
-from ia_mech.rates.load import EVERY
+from ia_mech.rates.load import EVERY, decoys_of
 from ia_mech.results import read
 from ia_mech.run import Run
 from ia_mech.run.layout import UNPERTURBED
@@ -38,8 +37,9 @@ def turns_shown(run: Run, judge: str) -> Iterator[str]:
     """The control, and the lines that show some turns of a run with their labels."""
     yield from control(run, judge)
     yield ""
-    yield f"Turns with their labels ({RULE}):"
-    yield from lines_of(labelled_turns(run, judge, TURNS))
+    turns = labelled_turns(run, judge, TURNS)
+    yield f"Turns with their labels ({rule(turns)}):"
+    yield from lines_of(turns)
 
 
 def sentence(run: Run, judge: str) -> str:
@@ -74,14 +74,15 @@ def sentence(run: Run, judge: str) -> str:
 
 
 def control(run: Run, judge: str) -> Iterator[str]:
-    """How many turns the judge calls follow-ups after a conversation of another query; nothing if
-    it was shown none there."""
-    decoys = run.decoys(judge)
-    there = decoys.loc[decoys["decoy"] == WRONG, "follow_up"].dropna()
-    if len(there):
+    """The gate, with how many turns the judge calls follow-ups after a conversation of another
+    query; nothing if it was shown none there."""
+    turns = run.labelled(judge, texts=False)
+    gate = gate_of(decoys_of(run, judge, turns, run.drawn(turns).to_numpy()), judge)
+    if gate.decoys:
+        why = "" if gate.verdict == PASSED else f" {gate.decided}."
         yield (
-            f"Control: shown after a wrong conversation (one of another query), {there.sum():.0f} "
-            f"of {len(there)} turns count as follow-ups."
+            f"Control {gate.verdict}: shown after a wrong conversation (one of another query), "
+            f"{gate.count(gate.floor)} of {gate.decoys} turns count as follow-ups.{why}"
         )
 
 
