@@ -11,7 +11,6 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -189,9 +188,6 @@ def sample_arm(of: "Loaded", arm: Arm, folder: Path) -> Run:
 # -- judged ----------------------------------------------------------------------------------------
 
 
-_built_in = cache(builtin_judge)  # loaded once for all arms
-
-
 def judge_alike(first: Run, runs: Sequence[Run], judge: str, *, unperturbed: bool = False) -> None:
     """Have runs labelled by the judge of a first one, if they aren't yet.
 
@@ -202,7 +198,7 @@ def judge_alike(first: Run, runs: Sequence[Run], judge: str, *, unperturbed: boo
     """
     name = judge + ON_UNPERTURBED if unperturbed else judge
     todo = [run for run in runs if name not in run.labels.judges]
-    own, ours = first.labels.record("judgements", judge).get("identity", {}), _built_in()
+    own, ours = first.labels.record("judgements", judge).get("identity", {}), builtin_judge()
     if todo and identity_hash(own) != identity_hash(ours.identity):
         against = " against the unchanged responses" if unperturbed else ""
         commands = " and ".join(

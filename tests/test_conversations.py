@@ -4,7 +4,6 @@ import bz2
 import gzip
 import json
 import re
-import shlex
 import tracemalloc
 from datetime import datetime
 
@@ -361,7 +360,7 @@ def test_a_column_that_is_named_like_a_response_is_asked_about(jsonl):
     assert "--query-column user_question --response-column bot_reply;" in both
     odd = jsonl({"ID": "a1", "Customer asks": "Where is it?", "Bot reply": "Here, I hope."})
     named = "--query-column 'Customer asks' --response-column 'Bot reply'; --help has"
-    assert f"sample --dataset {shlex.quote(str(odd))} {named}" in error_of(odd)
+    assert named in error_of(odd)
     chat = jsonl({"chat": DIALOGUE[:2]})
     assert "--messages-column chat; --help" in error_of(chat)
 

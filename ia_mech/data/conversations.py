@@ -275,7 +275,7 @@ class ConversationSource:
         try:
             if not columns.names_content and (preset := self.preset or presets.recognise(row)):
                 row, columns = preset.adapted(row, columns, place)
-            parsed = parse(row, columns, place, self.description["dataset"])
+            parsed = parse(row, columns, place)
         except RecursionError:
             raise UserError(
                 f"{place}: its values are nested deeper than {DEPTH} levels",

@@ -26,7 +26,7 @@ from difflib import get_close_matches
 from itertools import chain, pairwise
 from typing import Any, NoReturn
 
-from ia_mech.cli import program, shell_word
+from ia_mech.cli import shell_word
 from ia_mech.data.messages import (
     METADATA,
     NOT_PART,
@@ -148,11 +148,8 @@ class ColumnMap:
         return self.format != "auto" or any(columns)
 
 
-def parse(row: dict, columns: ColumnMap, place: str, dataset: str = "FILE") -> "Row":
+def parse(row: dict, columns: ColumnMap, place: str) -> "Row":
     """Read one row in the shape ``columns`` names, or in the one its columns show.
-
-    Args:
-        dataset: as ``--dataset`` names it, for an error's command.
 
     Raises:
         UserError: no shape fits, a named column is missing, a column holds the wrong kind, or one
@@ -160,7 +157,7 @@ def parse(row: dict, columns: ColumnMap, place: str, dataset: str = "FILE") -> "
     """
     cells = Row(row, columns, place)
     refuse_unread(cells.known, [name for name in UNREAD if name != columns.context], place)
-    shape = _shape(cells, dataset) if columns.format == "auto" else columns.format
+    shape = _shape(cells) if columns.format == "auto" else columns.format
     cells.said = _read(cells, shape)
     shared: dict[str, Any] = {"id": cells.identifier("id")}
     source = cells.identifier("source")
@@ -639,7 +636,7 @@ def _spellings(
     return {usual: own for usual, (own,) in found.items() if own != usual}
 
 
-def _shape(cells: Row, dataset: str) -> str:
+def _shape(cells: Row) -> str:
     """The shape that the columns show."""
     named = cells.columns.messages
     listed = [n for n in ("turns", "prompt") if list_of(cells.known.get(n), str)]
@@ -678,8 +675,7 @@ def _shape(cells: Row, dataset: str) -> str:
     named = " ".join(f"--{role}-column {shell_word(name)}" for role, name in flags.items())
     raise UserError(
         f"{cells.place}: columns not recognised (found: {cells.found})",
-        f"name them: {program()} sample --dataset {shell_word(dataset)} {named}; --help has the "
-        "others, and --format if the shape isn't plain",
+        f"name them: {named}; --help has the others, and --format if the shape isn't plain",
     )
 
 
