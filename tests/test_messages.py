@@ -221,7 +221,7 @@ REFUSED = [  # a row, and what is said of it
     ({"question": "a", "answer": {"value": "b"}}, "may be the response or the gold answer"),
     ({"question": "a", "answer": 4}, "may be the response or the gold answer"),
     ({"prompt": '["a", "b"]', "response": "c"}, "'prompt' is a list of texts, written as JSON"),
-    ({"conversation_a": [ASK, CARP], "question_id": "b"}, "name them: --messages-column conversati"),
+    ({"conversation_a": [ASK, CARP], "question_id": "b"}, "them: --messages-column conversati"),
     ({"messages": [ASK | {"content": [IMAGE]}]}, "message 1 has a part of the kind 'image_url'"),
     ({"messages": [ASK | {"content": [IMAGE | {"type": "text", "text": "a"}]}]}, "'image_url'"),
     ({"messages": [ASK | {"content": [{"type": "input_audio"}]}]}, "of the kind 'input_audio'"),
