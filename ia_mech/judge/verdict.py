@@ -102,7 +102,6 @@ class Judge:
         caveat: one line to print with its labels; empty for none. It may change while judging.
         batch: how many items :meth:`judge` is given at a time, at most.
         concurrency: how many threads call :meth:`judge` at a time.
-        prepared: set after :meth:`prepare`.
         ended: set when no further verdict is wanted, so that no thread waits any longer.
     """
 
@@ -112,7 +111,6 @@ class Judge:
     caveat = ""
     batch = 1
     concurrency = 1
-    prepared = False
     ended = threading.Event()
 
     def prepare(self) -> None:
