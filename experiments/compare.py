@@ -138,7 +138,6 @@ class Compare(Arms):
             raise UserError(
                 f"two studies are of {self.models[0]}", "give studies of different models"
             )
-        self.less = {"less": {"model": self.models[0]}}  # type: ignore[misc]
 
     def rows(self) -> pd.DataFrame:
         """The numbers that all studies have of a query, those of one kind below each other."""
@@ -155,7 +154,8 @@ class Compare(Arms):
 
     def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
         values = {one: rows["value"].where(rows["quantity"] == one) for one in BOUNDS}
-        return self.compare(rows.assign(**values), BOUNDS)
+        first = {"less": {"model": self.models[0]}}
+        return self.compare(rows.assign(**values), BOUNDS, less=first)
 
     def tables(self, found: pd.DataFrame) -> list[Table]:
         made: list[Table] = []

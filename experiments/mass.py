@@ -419,8 +419,9 @@ class Mass(Experiment):
             parts | {RATE + LESS: ("minus greedy", "+.2f")},
             index=("dataset", "decoding"),
             rows="conversations",
-            legend=f"{FIRST}: the follow-up mass; what is not covered may add to it, and minus "
-            "greedy is of what is covered. Once in role: follow-ups by turns that neither repeat "
+            legend=f"{FIRST}: the follow-up mass, to which what is not covered may add. Its minus "
+            "greedy is that of mass / covered, so it isn't the difference of two lines. Once in "
+            "role: follow-ups by turns that neither repeat "
             "the conversation nor speak as the assistant." + of_run + self._by,
         )
         return [

@@ -5,7 +5,6 @@ from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 import tiny_encoder
 from sklearn.svm import SVC
@@ -24,7 +23,6 @@ from ia_mech.judge.builtin.features import (
     spoken,
 )
 from ia_mech.judge.rubric import CATEGORIES, FOLLOW_UP
-from ia_mech.judge.shown import close_to_queries
 from ia_mech.judge.verdict import Item
 from ia_mech.models import embedded
 
@@ -313,17 +311,6 @@ def test_without_its_encoder_it_says_so_in_one_line(monkeypatch):
     with pytest.raises(UserError, match="--judge llm or hf"):
         builtin_judge().prepare()
     assert builtin_judge().judge([Item(QUERY, RESPONSE, "")])[0].category == "degenerate"
-
-
-def test_follow_ups_close_to_the_query_are_told(judge):
-    """As the judge's reasons say how alike they are."""
-    (verdict,) = judge.judge([Item(QUERY, RESPONSE, QUERY)])
-    assert "1.00 (query)" in verdict.rationale
-    less = verdict.rationale.replace("1.00 (query)", "0.79 (query)")
-    reasons = [verdict.rationale, less, "no likeness in it", None]
-    rows = pd.DataFrame({"follow_up": 1.0, "rationale": reasons})
-    assert close_to_queries(rows).startswith("1 of the 4 follow-ups are close to a sentence of the")
-    assert close_to_queries(rows.assign(follow_up=0.0)) == close_to_queries(rows[1:]) == ""
 
 
 # -- the real encoder -----------------------------------------------------------------------------

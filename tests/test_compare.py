@@ -39,6 +39,7 @@ def test_the_mean_of_shares_of_queries_has_the_interval_of_a_mean():
     rows = pd.DataFrame({"source": [f"d/{n}" for n in range(60)], "value": shares})
     names = {"quantity": SHARE, "term": FOLLOW_UP, "turns": "sampled", "model": "a", "dataset": "d"}
     one = Compare([], Compare.build_parser().parse_args(["study"]), Path())
+    one.models = ["a"]
     (found,) = one.estimate(rows.assign(**names))
     assert found.estimate.high - found.estimate.low < 5 * shares.std() / np.sqrt(60)  # not 13
 

@@ -632,25 +632,26 @@ def found_sentences(short: bool) -> list[str]:
     in_gemma = [mean(100 * at(count, "in_role", base), 0) for count in (0, ALL)]
     brief = f"""**Sampling brings more follow-ups in one model of two.** In Qwen2.5-Coder-1.5B
     {readers[0]}% of greedy user turns are follow-ups, and {readers[1]}% of those sampled at T =
-    0.7. Beyond turns that also count after a wrong conversation the rise is
-    {mean(100 * by_readers(QWEN, BEYOND_WRONG), 0)} points (95% interval: {low} to {high}). Beyond
-    turns that also fit another response to the query none is shown; in SmolLM2-135M neither.
+    0.7. Minus turns that also count after a wrong conversation, the rise is
+    {mean(100 * by_readers(QWEN, BEYOND_WRONG), 0)} points (95% interval: {low} to {high}). Minus
+    turns that also count after another response to the query, no rise is shown. In SmolLM2-135M
+    none is shown.
 
-    **Sampling keeps Qwen in the user's role.** A turn is *in role* if it neither repeats the
-    conversation nor speaks as the assistant. On {len(at(0))} new queries {role[0]}% of greedy turns
-    are in role, {role[1]}% with the first token drawn, {role[ALL]}% with all drawn; {new[0]}%,
-    {new[1]}% and {new[ALL]}% are follow-ups. Among turns in role follow-ups don't become more
-    frequent; in the first study they fall. In gemma-3-270m, which saw no chats, turns in role rise,
-    too ({in_gemma[0]}% to {in_gemma[1]}%, by the built-in judge).
+    **Sampling stops Qwen repeating and answering.** Turns that do neither are *in role*: on
+    {len(at(0))} new queries {role[0]}% of greedy turns, {role[1]}% with the first token drawn and
+    {role[ALL]}% with all drawn; of all turns {new[0]}%, {new[1]}% and {new[ALL]}% are follow-ups.
+    Among turns in role follow-ups aren't shown to become more frequent; in the first study they
+    become fewer. gemma-3-270m, which saw no chats, goes from {in_gemma[0]}% to {in_gemma[1]}% in
+    role, by the built-in judge.
 
     **What a turn says is read from the response's tokens.** A sampled Qwen turn tells {all_q} bits
     (of at most 1.58) about its response. The response's keys and values alone keep {own_q}
     ({own_new} in turns written from them), the header's {head_q}.
 
-    **A vector at the header's last token brings out follow-ups.** Learned on other queries, it
-    raises greedy ones from {steered[0]}% to {steered[1]}% in Qwen (control: {steered[2]}%), from
-    {steered[3]}% to {steered[4]}% in SmolLM2 (control: {steered[5]}%). No other layer was tried.
-    Which layer settles the first token isn't shown."""
+    **A vector at the header's last token brings out follow-ups.** Learned on other queries and
+    added after the middle layer, the only one tried, it raises greedy ones from {steered[0]}% to
+    {steered[1]}% in Qwen (control: {steered[2]}%), from {steered[3]}% to {steered[4]}% in SmolLM2
+    (control: {steered[5]}%). Which layer settles the first token isn't shown."""
     said = f"""{readers[0]}% of Qwen2.5-Coder-1.5B's greedy user turns are follow-ups, and
     {readers[1]}% of its sampled turns are; in SmolLM2-135M no rise is shown.
 

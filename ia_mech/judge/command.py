@@ -27,7 +27,6 @@ from ia_mech.judge.judging import (
 )
 from ia_mech.judge.rubric import Rubric, read_rubric
 from ia_mech.judge.shown import (
-    close_to_queries,
     counts_of,
     judged_text,
     labelled_turns,
@@ -86,8 +85,6 @@ def run_judge(args: argparse.Namespace) -> int:
         screen.print()
     made = args.replace or run.labels.digest([name]) != before
     _print_verdicts(rows, decoys, judge.rubric, seconds if made else None)
-    if close := close_to_queries(run.labels.judgements(name, ["follow_up", "rationale"])):
-        screen.print(close, soft_wrap=True)
     if caveat := run.labels.record("judgements", name)["caveat"]:
         screen.print(escape(caveat), soft_wrap=True)
     print(f"labels: {shell_word(path)}")

@@ -12,11 +12,6 @@ from ia_mech.run import Run
 from ia_mech.run.labelled import FAILED
 from ia_mech.run.queries import exchange
 
-# Of 586 turns that the built-in judge calls follow-ups (docs/results/data, new queries), annotators
-# say of 9 of the 28 that are so close to the query that they repeat it, of the others 43 of 558.
-CLOSE = 0.8
-_LIKENESS = r"likeness to the nearest sentence: (-?[\d.]+) \(query\)"  # as features.evidence has it
-
 
 @dataclass(frozen=True)
 class Labelled:
@@ -84,20 +79,6 @@ def judged_text(items: pd.Series, decoys: pd.DataFrame) -> str:
     kinds = [AFTER[kind] for kind in DECOY_KINDS if (decoys["decoy"] == kind).any()]
     controls = f" + {len(decoys)} controls (turns after {' or '.join(kinds)})" if kinds else ""
     return f"{len(items)} turns{controls}, {distinct} distinct"
-
-
-def close_to_queries(rows: pd.DataFrame) -> str:
-    """How many follow-ups may be queries asked again; empty if none, or if a judge tells no
-    likeness. Rows have the columns ``follow_up`` and ``rationale`` of judgements."""
-    reasons = rows.loc[rows["follow_up"] == 1, "rationale"].astype(str)
-    close = (reasons.str.extract(_LIKENESS)[0].astype(float) >= CLOSE).sum()
-    if not close:
-        return ""
-    return (
-        f"{close} of the {len(reasons)} follow-ups are close to a sentence of the query (likeness "
-        f"{CLOSE} or more): read these. The judge may take a query that is asked again in other "
-        "words for a follow-up, and wrong conversations don't show that."
-    )
 
 
 def counts_of(categories: pd.Series, rubric: Rubric) -> str:

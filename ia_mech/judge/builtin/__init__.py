@@ -87,10 +87,11 @@ class BuiltInJudge(Judge):
     batch = 256
     caveat = (
         "The built-in judge was fitted on English turns of SmolLM2-135M and Qwen2.5-Coder-1.5B at "
-        "T ≤ 0.7. At higher temperatures it may take nonsense for a new topic. On a study that was "
-        "left out of the fit, it agrees with a language model's labels (follow-up or not): κ from "
-        "0.59 [0.51, 0.67] (SmolLM2) to 0.75 [0.65, 0.83] (Qwen, maths). See "
-        "ia_mech/judge/builtin/CARD.md."
+        "T ≤ 0.7. At higher temperatures it may take nonsense for a new topic. It takes most "
+        "queries that are asked again in other words for follow-ups, which wrong conversations "
+        "don't show. On a study that was left out of the fit, it agrees with a language model's "
+        "labels (follow-up or not): κ from 0.59 [0.51, 0.67] (SmolLM2) to 0.75 [0.65, 0.83] "
+        "(Qwen, maths). See ia_mech/judge/builtin/CARD.md."
     )
 
     def __init__(self) -> None:
