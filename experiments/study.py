@@ -63,7 +63,7 @@ from ia_mech.judge.rubric import FOLLOW_UP
 from ia_mech.models.embedded import cache_dir, refuse_missing_model
 from ia_mech.rates.fit import highest, marked
 from ia_mech.rates.gate import named
-from ia_mech.rates.latent import LEAST, verdict
+from ia_mech.rates.latent import verdict
 from ia_mech.results import (
     Result,
     Table,
@@ -95,7 +95,8 @@ LAYERS = ("interchange-mass", "interchange", "learned-vector")
 
 OPTIONS = {"level": 0.95, "resamples": 2000, "seed": 0}  # of the study's own estimates
 UNWORDED = "Turns may tell a response's content or only its wording (--wording tells them apart)."
-NO_VERDICT = f"counts alone, not whether follow-ups are latent: that takes {LEAST} queries"
+LEAST = 50  # queries: with fewer, the sentence has counts
+FEW = f"the sentence has counts: intervals take {LEAST} queries"
 LEFT_OUT_QUICK = "the mass by layer, elicit, maps or probes"
 
 
@@ -389,7 +390,7 @@ def _run_stages(args: argparse.Namespace) -> int | None:
 def warnings_of(queries: int) -> dict[str, str]:
     """What so few queries can't show: what → why."""
     found = {"too few queries": too_few(queries)}
-    found["latent follow-ups"] = NO_VERDICT if queries < LEAST else ""
+    found["intervals"] = FEW if queries < LEAST else ""
     return {name: why for name, why in found.items() if why}
 
 

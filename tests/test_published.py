@@ -608,9 +608,7 @@ def mean(values: pd.Series, digits: int = 2) -> str:
 
 def found_sentences(short: bool) -> list[str]:
     """What was found: in README's few words, or as compare.md opens."""
-    asked = GREEDY, SAMPLED, GREEDY_WRONG, SAMPLED_WRONG
-    # README's rates have a decimal more than its rise, which a reader can compute from them.
-    readers = [mean(100 * by_readers(QWEN, one), int(short)) for one in asked]
+    readers = [mean(100 * by_readers(QWEN, one), 0) for one in (GREEDY, SAMPLED)]
     out = [by_readers(QWEN, t, "out_of_role") for t in (GREEDY, SAMPLED)]
     in_role = read(QWEN)[(read(QWEN)["where"] == OWN) & (read(QWEN)["out_of_role"] == 0)]
     within = [mean(100 * of, 0) for _, of in in_role.groupby("temperature")["follow_up"]]
@@ -618,40 +616,24 @@ def found_sentences(short: bool) -> list[str]:
         mean(site(QWEN, name)) for name in ("own context", "response", "header")
     )
     low, high = (f"{100 * end:.0f}" for end in student(by_readers(QWEN, BEYOND_WRONG))[1:])
-    new = {count: mean(100 * at(count), 0) for count in DRAWN}
-    role = {count: mean(100 * at(count, "in_role"), 0) for count in DRAWN}
-    own_new = mean(site(QWEN, "written: response"))
-    terms = ("unsteered", "follow-ups", "permuted")
+    role = {count: mean(100 * at(count, "in_role"), 0) for count in (0, ALL)}
     steered = [
-        mean(100 * under_vector(term, model=model), 0)
-        for model in (NEW, SMOL_NEW)
-        for term in terms
+        mean(100 * under_vector(term, model=NEW), 0)
+        for term in ("unsteered", "follow-ups", "permuted")
     ]
-    base = drawn(GEMMA_NEW, ("judged",))
-    base = base[base["label"] != "cannot_assess"]
-    in_gemma = [mean(100 * at(count, "in_role", base), 0) for count in (0, ALL)]
-    brief = f"""**Sampling brings more follow-ups in one model of two.** In Qwen2.5-Coder-1.5B
+    brief = f"""**Sampling brings out follow-ups in one model of two.** In Qwen2.5-Coder-1.5B
     {readers[0]}% of greedy user turns are follow-ups, and {readers[1]}% of those sampled at T =
-    0.7. Minus turns that also count after a wrong conversation, the rise is
-    {mean(100 * by_readers(QWEN, BEYOND_WRONG), 0)} points (95% interval: {low} to {high}). Minus
-    turns that also count after another response to the query, no rise is shown. In SmolLM2-135M
-    none is shown.
+    0.7; {mean(100 * by_readers(QWEN, BEYOND_WRONG), 0)} points of this rise (95% interval: {low} to
+    {high}) aren't there after wrong conversations. In SmolLM2-135M no rise is shown.
 
-    **Sampling stops Qwen repeating and answering.** Turns that do neither are *in role*: on
-    {len(at(0))} new queries {role[0]}% of greedy turns, {role[1]}% with the first token drawn and
-    {role[ALL]}% with all drawn; of all turns {new[0]}%, {new[1]}% and {new[ALL]}% are follow-ups.
-    Among turns in role follow-ups aren't shown to become more frequent; in the first study they
-    become fewer. gemma-3-270m, which saw no chats, goes from {in_gemma[0]}% to {in_gemma[1]}% in
-    role, by the built-in judge.
+    **More turns stay in the user's role.** Of greedy turns after {len(at(0))} new queries,
+    {role[0]}% neither repeat the conversation nor answer it; of sampled ones {role[ALL]}%. Among
+    these, follow-ups aren't shown to become more frequent. One vector at the header's last token,
+    learned on other queries, raises greedy follow-ups as much: from {steered[0]}% to {steered[1]}%
+    (control: {steered[2]}%).
 
-    **What a turn says is read from the response's tokens.** A sampled Qwen turn tells {all_q} bits
-    (of at most 1.58) about its response. The response's keys and values alone keep {own_q}
-    ({own_new} in turns written from them), the header's {head_q}.
-
-    **A vector at the header's last token brings out follow-ups.** Learned on other queries and
-    added after the middle layer, the only one tried, it raises greedy ones from {steered[0]}% to
-    {steered[1]}% in Qwen (control: {steered[2]}%), from {steered[3]}% to {steered[4]}% in SmolLM2
-    (control: {steered[5]}%). Which layer settles the first token isn't shown."""
+    **What a turn says is read from the response's tokens.** It tells {all_q} bits about its
+    response; the response's keys and values alone keep {own_q}, the user header's {head_q}."""
     said = f"""{readers[0]}% of Qwen2.5-Coder-1.5B's greedy user turns are follow-ups, and
     {readers[1]}% of its sampled turns are; in SmolLM2-135M no rise is shown.
 

@@ -43,10 +43,9 @@ def test_a_rise_that_is_fewer_turns_out_of_role():
     rise, role, rest = rows["value"]
     assert rise == pytest.approx(role + rest) and role == pytest.approx(0.2, abs=0.04)
     said = verdict(rows)
-    assert "hides, are shown at T = 0.7. From greedy turns to these" in said
-    assert f"; staying in role makes {role:+.2f} [" in said
-    assert "nor speak as the assistant, the rate is not shown to rise." in said
-    assert "would have been shown" in said and "siblings" not in said
+    assert said.startswith("It is shown that sampling") and ", at T = 0.7: " in said
+    assert f"Of this, {role:+.2f} [" in said
+    assert "would have been shown" in said and "another response" not in said
 
 
 def test_fewer_copies_are_said_to_be_staying_in_role():
@@ -58,26 +57,25 @@ def test_fewer_copies_are_said_to_be_staying_in_role():
     )
     assert rows["value"].tolist() == pytest.approx([0.1625, 0.1625, 0.0], abs=0.03)
     said = verdict(rows)
-    together = f"rises by {rise} (p < 0.001); staying in role makes {role}, following up once in "
-    assert f"{together}role {rest} (p = " in said
-    assert "Latent follow-ups" in said and "are shown" in said
-    assert said.count("Among turns in role") == 1
-    assert "nor speak as the assistant, the rate is not shown to rise." in said
+    assert f"changes by {rise} (p < 0.001). Of this, {role} is" in said
+    assert f"follow-ups: {rest} (p = " in said
 
 
 def test_turns_that_stay_in_role_more_often_and_follow_up_less_are_said_so():
-    said = verdict(estimated(decoys((0.8, 0.1), (0.9, 0.5), queries=200)))
-    assert "are shown" in said and "nor speak as the assistant, the rate falls." in said
-    assert "would have been shown" not in said
+    rows = estimated(decoys((0.8, 0.1), (0.9, 0.5), queries=200)).set_index("quantity")
+    assert rows["value"][ROLE] > 0 > rows["value"][REST]
+    assert (rows["p"][[RISE, REST]] < 0.05).all()
+    said = verdict(rows.reset_index())
+    assert said.startswith("It is shown") and "would have been shown" not in said
 
 
 def test_a_rise_among_the_turns_in_role():
     rows = estimated(decoys((0.3, 0.3), (0.2, 0.5)))
     assert rows["value"][2] == pytest.approx(0.21, abs=0.04)
     said = verdict(rows)
-    assert "are shown at T = 0.7" in said and "nor speak as the assistant, the rate rises." in said
+    assert said.startswith("It is shown") and rows["p"][2] < 0.05
     fewer = verdict(estimated(decoys((0.3, 0.3), (0.5, 0.2))))
-    assert "are not shown at T = 0.7" in fewer
+    assert fewer.startswith("It isn't shown")
 
 
 def test_a_rise_beyond_siblings_is_told_where_there_are_any():
@@ -85,10 +83,10 @@ def test_a_rise_beyond_siblings_is_told_where_there_are_any():
     alike = own.assign(decoy="sibling", follow_up=own["own_follow_up"])
     rows = estimated(pd.concat([own, alike]))
     assert rows["quantity"].tolist() == [RISE, ROLE, REST, BEYOND]
-    beyond = "beyond that after another response to the same query is"
-    assert rows["value"][3] == 0 and f"{beyond} not shown" in verdict(rows)
+    beyond = "shown that the rate rises beyond that after another response"
+    assert rows["value"][3] == 0 and f"It isn't {beyond}" in verdict(rows)
     fewer = alike.assign(follow_up=alike["follow_up"] * (alike["temperature"] == 0))
-    assert f"{beyond} shown" in verdict(estimated(pd.concat([own, fewer])))
+    assert f"It is {beyond}" in verdict(estimated(pd.concat([own, fewer])))
 
 
 def test_of_several_temperatures_the_best_is_corrected_for_all():
@@ -97,10 +95,16 @@ def test_of_several_temperatures_the_best_is_corrected_for_all():
     found = estimated(rows.assign(own_follow_up=rows["own_follow_up"].where(~hot, 0.0)))
     rise = found[found["quantity"] == RISE].set_index("temperature")
     assert np.allclose(rise["p_holm"], holm(rise["p"]))
-    assert "are shown at T = 0.7, the best of 2 temperatures." in verdict(found)
-    assert conclusion(found).startswith("Sampling at T = 0.7 brings out follow-ups that greedy")
-    assert conclusion(found.assign(p_holm=0.5)).endswith("greedy decoding hides is not shown.")
-    assert conclusion(found.assign(sources=24)).startswith("With 24 queries it can't be")
+    assert ", at T = 0.7, the best of 2 temperatures: " in verdict(found)
+    plain = rise.loc[0.7].to_frame().T.assign(quantity="difference", temperature=0.7)
+
+    def concluded(value: float, p: float) -> str:
+        both = found.assign(p_holm=p), plain.assign(value=value, p_holm=p)
+        return conclusion(pd.concat(both, ignore_index=True))
+
+    assert concluded(0.3, 0.01).startswith("At T = 0.7, sampling brings out follow-ups that greedy")
+    assert concluded(0.3, 0.5).startswith("At T = 0.7, sampling isn't shown to bring out more")
+    assert concluded(-0.3, 0.01).startswith("At T = 0.7, sampling makes follow-ups fewer")
     assert conclusion(found.assign(gate="failed")).startswith("Most of what this judge calls")
 
 
@@ -108,9 +112,9 @@ def test_a_temperature_within_the_judges_fit_is_told_even_if_another_rises_more(
     rows = decoys((0.3, 0.3), (0.2, 0.4), temperatures=(0.7, 1.0))
     hot = rows["temperature"] == 1
     found = estimated(rows.assign(own_follow_up=rows["own_follow_up"].where(~hot, 1.0)))
-    assert "shown at T = 1, the best of 2" in verdict(found)
-    assert "shown at T = 0.7. " in verdict(found, fit=0.7)
-    assert "shown at T = 1, the best of 2" in verdict(found, fit=0.5)
+    assert ", at T = 1, the best of 2" in verdict(found)
+    assert ", at T = 0.7: " in verdict(found, fit=0.7)
+    assert ", at T = 1, the best of 2" in verdict(found, fit=0.5)
 
 
 def test_the_largest_rise_that_is_shown_counts():
@@ -121,16 +125,17 @@ def test_the_largest_rise_that_is_shown_counts():
     rise = found[found["quantity"] == RISE].set_index("temperature")
     found.loc[found["temperature"] == 1, "value"] = 0.9
     assert rise["p_holm"][0.7] < 0.05 < rise["p_holm"][1.0]
-    assert "are shown at T = 0.7" in verdict(found)
+    said = verdict(found)
+    assert said.startswith("It is shown") and ", at T = 0.7" in said
 
 
 def test_a_rate_that_doesnt_rise_itself_isnt_latent():
-    """Its floor falls, so that the excess rises."""
+    """Its floor falls, so that the rise beyond it is larger."""
     rows = estimated(decoys((0.3, 0.3), (0.2, 0.5)))
     of = {"quantity": "difference", "temperature": 0.7}
-    for value, word in ((0.01, "are shown"), (-0.01, "are not shown")):
+    for value, word in ((0.01, "It is shown"), (-0.01, "It isn't shown")):
         found = pd.concat([rows, pd.DataFrame([of | {"value": value}])], ignore_index=True)
-        assert f"greedy decoding hides, {word} at T = 0.7" in verdict(found)
+        assert verdict(found).startswith(word)
         but = "But sampled turns aren't follow-ups more often than greedy ones."
         assert (but in verdict(found)) == (value < 0)
 
@@ -138,19 +143,21 @@ def test_a_rate_that_doesnt_rise_itself_isnt_latent():
 def test_a_rise_isnt_latent_where_the_gate_fails():
     rows = estimated(decoys((0.3, 0.3), (0.2, 0.5))).assign(gate="failed")
     said = verdict(rows)
-    assert "are not shown at T = 0.7" in said
+    assert said.startswith("It isn't shown")
     assert "Most of what this judge calls follow-ups fits wrong conversations, too." in said
 
 
 def test_what_cant_be_told_isnt():
     rows = decoys((0.3, 0.3), (0.2, 0.5))
-    few = verdict(estimated(rows[rows["source"] < 49]))
-    assert "With 49 queries it can't be told" in few and "takes 50 queries (raise" in few
     for lacking in (rows[rows["temperature"] > 0], rows[rows["temperature"] == 0]):
         assert verdict(estimated(lacking)) == ""
     assert verdict(estimated(rows.assign(decoy="sibling"))) == ""
     nothing = verdict(estimated(rows.assign(own_follow_up=0.0, follow_up=0.0)))  # no follow-up
-    assert "are not shown" in nothing and "nan" not in nothing and "would have been" not in nothing
+    assert (
+        nothing.startswith("It isn't shown")
+        and "nan" not in nothing
+        and "would have been" not in nothing
+    )
     plain = estimated(rows.assign(out_of_role=np.nan))  # a rubric without such categories
     assert plain["quantity"].tolist() == [RISE]
     assert "in role" not in verdict(plain)

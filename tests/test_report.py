@@ -129,8 +129,8 @@ def test_commands_of_missing_results_are_said_and_run(run, report):
     assert ending[0] == (
         f"By the built-in judge, {said[0.0]} of 12 greedy user turns, {said[0.7]} of 24 sampled at "
         f"T = 0.7 and {said[1.0]} of 24 sampled at T = 1* are follow-ups (*: the judge was fitted "
-        "on turns at T ≤ 0.7). With 12 queries it can't be told whether sampling brings out more: "
-        "that takes 50."
+        "on turns at T ≤ 0.7). Most of what this judge calls follow-ups fits other conversations, "
+        "too."
     )
     assert re.fullmatch(
         r"Control failed: shown after a wrong conversation \(one of another query\), \d+ of 60 "

@@ -175,9 +175,9 @@ def _tables(rows: pd.DataFrame, level: float) -> list[Table]:
     of_turns: Columns = {
         "rate": ("follow-ups", 2),
         "floor": ("after a wrong conversation", 2),
-        "excess": ("excess", "+.2f"),
+        "excess": ("minus that", "+.2f"),
     }
-    of_turns |= {f"excess{SIBLINGS}": (f"excess{SIBLINGS}", "+.2f")}
+    of_turns |= {f"excess{SIBLINGS}": ("minus that after siblings", "+.2f")}
     tables = [
         table_of(
             f"follow-up rates after right and after wrong responses {intervals}",

@@ -1,4 +1,4 @@
-"""Figures of rates: rate, floor and excess against temperature, and what the turns are."""
+"""Figures of rates: rate and floor against temperature, and what the turns are."""
 
 import math
 
@@ -20,23 +20,21 @@ from ia_mech.stats import LEAST_SHOWN
 LINES = {  # quantities of the left panel: label, colour
     "rate": ("follow-ups", COLOURS[0]),
     "floor": ("after a wrong conversation", COLOURS[1]),
-    "excess": ("excess: the first minus the second", COLOURS[2]),
 }
 
 
 def gate_title(name: str, gate: Gate) -> str:
-    """The title of a figure that shows a judge's rate: of what, the gate's word, the excess."""
+    """The title of a figure that shows a judge's rate: of what, the gate's word, the difference."""
     told = "shown no wrong conversation"
     if gate.decoys:
-        excess = gate.excess.text(sign=True)
-        told = f"own conversations told from wrong ones: {gate.verdict}, by {excess}"
+        apart = gate.excess.text(sign=True)
+        told = f"own conversations told from wrong ones: {gate.verdict}, by {apart}"
     return f"{name}\njudge {gate.judge}, {told}"
 
 
 @with_style
 def draw_rates(estimates: pd.DataFrame, title: str, fit: float = math.inf) -> Figure:
-    """Left, rate, floor and excess by temperature; right, the failure profile. The excess is left
-    out where all floors are 0, since it is the rate there.
+    """Left, rate and floor by temperature; right, the failure profile.
 
     Args:
         estimates: of :func:`ia_mech.rates.compute.estimates`, of one model and perturbation. The
@@ -50,14 +48,10 @@ def draw_rates(estimates: pd.DataFrame, title: str, fit: float = math.inf) -> Fi
     left, right = figure.subplots(1, 2)
     temperatures = sorted(whole["temperature"].unique())
     apart = 0.015 * temperatures[-1]  # intervals beside each other, not on each other
-    after_wrong = (whole["quantity"] == "floor") & (whole["decoy"] == WRONG)
-    floored = whole.loc[after_wrong, "value"].fillna(0).any()
     for number, (quantity, (label, colour)) in enumerate(LINES.items()):
         own = whole[whole["quantity"] == quantity]
         own = own[own["decoy"].isna() | (own["decoy"] == WRONG)].sort_values("temperature")
-        if quantity == "excess":
-            own = own.assign(decoy=None)  # its marks lead to the turns, as the rate's do
-        if own["value"].notna().any() and (floored or quantity != "excess"):
+        if own["value"].notna().any():
             at = own["temperature"] + apart * number
             draw_points(left, at, own, fmt="o-", capsize=2, color=colour, label=label)
     left.axhline(0, color="0.7", lw=0.7)
@@ -71,10 +65,8 @@ def draw_rates(estimates: pd.DataFrame, title: str, fit: float = math.inf) -> Fi
     figure.set_label(
         "Left, with intervals: the share of turns that the judge calls follow-ups, and the share "
         "of the same turns that it calls follow-ups after a wrong conversation (one of another "
-        "query)"
-        + (", and the excess, which is the first minus the second" if floored else "")
-        + ". Right: the share of turns in each category. Turns that the judge could not assess, or "
-        "failed on, are left out." + f" {FOOTNOTE}" * bool(temperatures[-1] > fit)
+        "query). Right: the share of turns in each category. Turns that the judge could not "
+        "assess, or failed on, are left out." + f" {FOOTNOTE}" * bool(temperatures[-1] > fit)
     )
     return figure
 

@@ -74,14 +74,17 @@ class Gate:
                 f"Nothing controls {named(self.judge)}{of_model}: no turn was shown to it after a "
                 "wrong conversation, one of another query (that takes two queries of a dataset)"
             )
-        needed = (
-            "; to pass, that has to be shown to be larger than the rate after wrong conversations, "
-            f"{self.count(self.floor)} of {self.decoys}: it is larger by "
-            f"{self.margin.text(sign=True)}"
-        )
+        if self.verdict == UNDECIDED:
+            why = "which isn't shown to be less than half as many"
+            few = self.margin.few or np.isnan(self.margin.value)
+            return (
+                f"{self.decided}: {self.count(self.rate)} of {self.decoys} turns are follow-ups by "
+                f"it, and {self.count(self.floor)} after wrong conversations, "
+                f"{'of too few queries to be sure' if few else why}"
+            )
         return (
             f"{self.decided} (the follow-up rate minus that after wrong conversations is "
-            f"{self.excess.text(sign=True)}{needed * (self.verdict == UNDECIDED)})"
+            f"{self.excess.text(sign=True)})"
         )
 
     @property

@@ -15,7 +15,6 @@ from ia_mech.stats import Estimate, decomposed_difference
 RISE, ROLE, REST = "rise", "rise_staying_in_role", "rise_once_in_role"
 BEYOND = "rise_beyond_siblings"
 PARTS = (RISE, ROLE, REST, BEYOND)  # quantities
-LEAST = 50  # queries: with fewer, a rise can hardly be told from none
 
 
 def rises(
@@ -73,72 +72,60 @@ def verdict(estimates: pd.DataFrame, level: float = 0.95, fit: float = math.inf)
     if chosen is None:
         return ""
     found, tried, shown_at, best = chosen
-    if (few := found[RISE]["sources"]) < LEAST:
-        return (
-            f"With {few:g} queries it can't be told whether sampling brings out follow-ups that "
-            f"greedy decoding hides. That takes {LEAST} queries (raise --limit of sample, or "
-            "--queries of study)."
-        )
 
-    def told(quantity: str) -> tuple[bool, str]:
-        """Whether it is shown to be above 0, and its numbers."""
+    def told(quantity: str) -> str:
         row = found[quantity]
-        differs = bool(row["p_holm"] < 1 - level)
-        shown = differs and bool(row["value"] > 0)
+        differs = row["p_holm"] < 1 - level
         could = "" if differs else could_show(smallest_effect(row, level), most=1)
-        power = f"; {could}" if could else ""
-        return shown, f"{estimate_of(row).text(sign=True)} ({p_value(row['p_holm'])}{power})"
+        numbers = [p_value(row["p_holm"]), *([could] if could else [])]
+        return f"{estimate_of(row).text(sign=True)} ({'; '.join(numbers)})"
 
     gate, rises = found[RISE]["gate"], best in shown_at
-    word = "are" if rises and gate != NOT_PASSED else "are not"
     several = f", the best of {len(tried)} temperatures" if len(tried) > 1 else ""
-    parts, aware = "", []
-    if REST in found:
-        more, rest = told(REST)
-        role = estimate_of(found[ROLE]).text(sign=True)
-        parts = f"; staying in role makes {role}, following up once in role {rest}"
-        fell = found[REST]["value"] < 0 and found[REST]["p_holm"] < 1 - level
-        rise = "rises" if more else "falls" if fell else "is not shown to rise"
-        aware = [
-            "Among turns in role, which neither repeat the conversation nor speak as the "
-            f"assistant, the rate {rise}."
-        ]
+    shown = "is" if rises and gate != NOT_PASSED else "isn't"
     said = [
-        f"Latent follow-ups, which sampling brings out and greedy decoding hides, {word} shown at "
-        f"T = {best:g}{several}.",
-        "From greedy turns to these, the follow-up rate minus that after a wrong conversation "
-        f"rises by {told(RISE)[1]}{parts}.",
-        *aware,
+        f"It {shown} shown that sampling brings out follow-ups that greedy decoding hides, at T = "
+        f"{best:g}{several}: the follow-up rate minus that after a wrong conversation changes by "
+        f"{told(RISE)}."
     ]
+    if REST in found:
+        said.append(
+            f"Of this, {estimate_of(found[ROLE]).text(sign=True)} is due to how many turns are in "
+            "role (they neither repeat the conversation nor speak as the assistant), and the rest "
+            f"to how many of these are follow-ups: {told(REST)}."
+        )
     if gate == NOT_PASSED:
         said.append("Most of what this judge calls follow-ups fits wrong conversations, too.")
     if not rises and found[RISE]["p_holm"] < 1 - level and found[RISE]["value"] > 0:
         said.append("But sampled turns aren't follow-ups more often than greedy ones.")
     if BEYOND in found:
-        more, beyond = told(BEYOND)
+        row = found[BEYOND]
+        more = "is" if row["value"] > 0 and row["p_holm"] < 1 - level else "isn't"
         said.append(
-            "That the rate rises beyond that after another response to the same query is "
-            f"{'' if more else 'not '}shown: {beyond}."
+            f"It {more} shown that the rate rises beyond that after another response to the same "
+            f"query: {told(BEYOND)}."
         )
     return " ".join(said)
 
 
 def conclusion(estimates: pd.DataFrame, level: float = 0.95, fit: float = math.inf) -> str:
-    """:func:`verdict` without its numbers."""
+    """:func:`verdict` in one sentence, with the difference of the rates themselves."""
     chosen = _best(estimates, level, fit)
     if chosen is None:
         return ""
     found, _, shown_at, best = chosen
-    if (few := found[RISE]["sources"]) < LEAST:
-        return (
-            f"With {few:g} queries it can't be told whether sampling brings out more: that takes "
-            f"{LEAST}."
-        )
     if found[RISE]["gate"] == NOT_PASSED:
         return "Most of what this judge calls follow-ups fits other conversations, too."
+    at = estimates["temperature"] == best
+    (difference,) = estimates[at & (estimates["quantity"] == "difference")].itertuples()
     if best in shown_at:
-        return f"Sampling at T = {best:g} brings out follow-ups that greedy decoding hides."
-    return "That sampling brings out follow-ups which greedy decoding hides is not shown."
+        said = "sampling brings out follow-ups that greedy decoding hides"
+    elif difference.value < 0 and difference.p_holm < 1 - level:
+        said = "sampling makes follow-ups fewer"
+    else:
+        said = "sampling isn't shown to bring out more"
+    numbers = estimate_of(difference).text(sign=True)
+    return f"At T = {best:g}, {said} (minus the greedy rate: {numbers})."
 
 
 def _best(

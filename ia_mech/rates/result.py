@@ -26,11 +26,10 @@ QUESTION = "How often are the user turns follow-ups?"
 Columns = dict[str, tuple[str, int | str]]  # of a table: which estimates → head and format
 LINES = ("model", "perturbation", "dataset", "temperature")
 NO_VALUE = "–"  # what Run.groups calls rows without the field
-OWN, THERE = "follow-ups", "follow-ups there"  # heads of columns
+OWN, THERE, LESS = "follow-ups", "follow-ups there", "difference"  # heads of columns
 FOLLOW_UPS: Columns = {
     "follow_up": ("follow-ups", 2),
     "floor": ("after a wrong conversation", 2),
-    "excess": ("excess", "+.2f"),
     "difference": ("follow-ups minus greedy's", "+.2f"),
 }
 OTHERS: Columns = {
@@ -40,7 +39,7 @@ OTHERS: Columns = {
 }
 LEGENDS = {
     "floor": "After a wrong conversation, one of another query: how often the judge calls the same "
-    "turns follow-ups there; excess: the rate minus that, before rounding.",
+    "turns follow-ups there.",
     "difference": "p: Holm-corrected.",
     DEPENDENT: "Dependent: likelier after the own response than after all its siblings together "
     "(ia-mech reaction). Of turns that depend on no response, at most 1 in K would be, with K "
@@ -263,7 +262,7 @@ def _rate_table(
     Where a line's turns are of too few queries for an interval, none of its numbers has one, though
     wrong conversations are of further queries.
     """
-    floor = rows["quantity"].isin(["floor", "excess"])
+    floor = rows["quantity"] == "floor"
     floor &= (rows["decoy"] == WRONG) & rows["temperature"].notna()
     own = rows[rows["decoy"].isna() | floor].sort_values(list(LINES), kind="stable")
     of_outcome = own["quantity"] == "rate"
@@ -287,32 +286,30 @@ def _gate_table(gates: list[Gate]) -> Table:
                 rows.append([name, AFTER[one.kind], str(one.decoys), *numbers, one.verdict])
     return Table(
         "turns that the judge is shown after what they did not follow",
-        ["counted", "shown after", "times shown", OWN, THERE, "excess", "control"],
+        ["counted", "shown after", "times shown", OWN, THERE, LESS, "control"],
         rows,
-        "Excess: the first rate minus that there. Control: passed if the excess is shown to be "
-        "larger than the rate there, failed if it is shown to be smaller, else undecided. After a "
-        "sibling, another response to the same query, the excess is compared with 0.",
+        "Control: passed if the difference is shown to be larger than the rate there, failed if it "
+        "is shown to be smaller, else undecided. After a sibling, another response to the same "
+        "query, the difference is compared with 0.",
     )
 
 
 def _rise_table(whole: pd.DataFrame) -> Table:
     rows = whole[whole["quantity"].isin(latent.PARTS)].assign(decoy=None)
     heads: Columns = {
-        latent.RISE: ("rise of the excess", "+.2f"),
+        latent.RISE: ("rise beyond wrong conversations", "+.2f"),
         latent.ROLE: ("of it, staying in role", "+.2f"),
         latent.REST: ("of it, following up in role", "+.2f"),
         latent.BEYOND: ("rise beyond siblings", "+.2f"),
     }
     legend = (
-        "Rise of the excess: that at T minus that of greedy turns. It is the rise of the "
-        "follow-up rate minus the rise after wrong conversations, and its p is from another test "
-        "(a jackknife). Siblings: other responses to the same query. "
+        "Rise beyond wrong conversations: how much the follow-up rate rises from greedy turns to "
+        "those at T, minus how much it rises after wrong conversations; its p is from a jackknife. "
+        "Siblings: other responses to the same query. "
         "In role: a turn doesn't, by the judge, repeat query or response, or speak as the "
         "assistant. p: Holm-corrected."
     )
-    title = "are follow-ups latent? how their excess rises from greedy to sampled turns"
-    if len(rows) and rows["sources"].max() < latent.LEAST:
-        title += f" (not enough to tell: under {latent.LEAST} queries)"
+    title = "are follow-ups latent? how their rate rises from greedy to sampled turns"
     return table_of(title, rows, heads, LINES, rows="turns, greedy too", legend=legend)
 
 
@@ -337,7 +334,7 @@ def _floor_table(rows: pd.DataFrame, kind: str) -> Table:
     heads: Columns = {
         "rate_after_own": (OWN, 2),
         "floor": (THERE, 2),
-        "excess": ("excess", "+.2f"),
+        "excess": (LESS, "+.2f"),
     }
     title = f"follow-ups among turns that are shown after {AFTER[kind]}"
     return table_of(title, own, heads, LINES, rows="times shown", pooled="all", full=True)
