@@ -67,7 +67,7 @@ def _add_export(commands) -> None:
     add(
         "--n",
         type=int,
-        help="turns (default: 200, or all); a quarter as many decoys are added",
+        help="turns (default: 200, or all); a quarter as many are added after wrong conversations",
     )
     add("--judge", metavar="NAME", help=f"by {JUDGE_HELP}")
     add("--seed", type=whole_from(0), default=0, help="of the sampling (default: 0)")
