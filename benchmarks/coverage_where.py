@@ -1,4 +1,4 @@
-"""The statements of ``locate`` and ``learned-vector`` on simulated queries, for ``coverage``.
+"""The statements of ``locate`` on simulated queries, for ``coverage``.
 
 Turns are likelier after the response that they followed, by a strength that differs between
 queries and turns (exponential), with noise. Sites and windows share half of the noise.
@@ -12,7 +12,6 @@ import pandas as pd
 
 from benchmarks.coverage_data import percent, table
 from experiments.change import AFTER_RESPONSE, HEADER, OWN, QUERY, RESPONSE
-from experiments.control import estimate_best
 from experiments.locate import (
     ABOVE_TENTH,
     BITS,
@@ -123,26 +122,4 @@ def sites(trials: int) -> None:
     table(["enough", "queries", *header], rows(), len(cells), "sites")
 
 
-def vectors(trials: int) -> None:
-    """How often an effect of a learned vector is shown that other vectors wouldn't have."""
-    print(f"### Learned vectors: {trials} data sets a row\n")
-    cells = list(product(QUERIES, (0.0, 0.05), (0.0, 0.15)))
-
-    def rows() -> Iterator[list[object]]:
-        for number, (queries, spread, effect) in enumerate(cells):
-            rng, counts = np.random.default_rng([12, number]), np.zeros(3)
-            part = np.arange(queries) % 4
-            for _ in range(trials):
-                learned = effect + spread * (rng.normal(size=2) - rng.normal(size=2))
-                true = learned[part // 2]
-                each = (true + 0.3 * rng.normal(size=queries))[None]
-                found = estimate_best(each, each, part, range(queries), OPTIONS)  # type: ignore[arg-type]
-                inside = [found.low <= value <= found.high for value in (effect, true.mean())]
-                counts += [not inside[0], not inside[1], found.low > 0]
-            yield [queries, spread, effect, *map(percent, counts / trials)]
-
-    header = ["queries", "SD of learning", "effect", "missed, of any vectors", "of these vectors"]
-    table([*header, "shown above 0"], rows(), len(cells), "vectors")
-
-
-PARTS = {"windows": windows, "sites": sites, "vectors": vectors}
+PARTS = {"windows": windows, "sites": sites}

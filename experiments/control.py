@@ -1,6 +1,6 @@
 """What an effect is held against, and where it is chosen.
 
-Nothing is chosen and reported on the same queries: halves, the best of several on other queries,
+Nothing is chosen and reported on the same queries: halves, the best of several on the other half,
 donors by one half of their turns. Contrasts are paired by query; where a value depends on the
 recipient's and the donors' queries, both are clusters.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -106,36 +105,23 @@ def halves_of(queries: Iterable[str], seed: int) -> dict[str, int]:
 
 
 def best_elsewhere(
-    ranked: np.ndarray, reported: np.ndarray, part: np.ndarray, counts: np.ndarray
+    ranked: np.ndarray, reported: np.ndarray, half: np.ndarray, counts: np.ndarray
 ) -> np.ndarray:
-    """``[resamples]`` means of the arm that is best on other queries; NaN where a part has nothing
+    """``[resamples]`` means of the arm that is best on other queries; NaN where a half has nothing
     to choose by.
 
     Args:
         ranked, reported: ``[arms, queries]`` by whose mean an arm is chosen, and what is read off.
-        part: ``[queries]`` numbers: the queries of part 1 choose the arm that those of part 0
-            report, and the other way round; likewise parts 2 and 3, and so on.
+        half: ``[queries]`` 0 or 1: each half chooses the arm that the other reports.
         counts: ``[resamples, queries]`` how often each query was drawn.
     """
     total = np.zeros(len(counts))
-    for one in np.unique(part):
-        choosing, reporting = counts * (part == one ^ 1), counts * (part == one)
+    for one in (0, 1):
+        choosing, reporting = counts * (half != one), counts * (half == one)
         best = (choosing @ ranked.T).argmax(1)  # sums rank as means do
         total += (reporting * reported[best]).sum(1)
         total[(choosing.sum(1) == 0) & (reporting.sum(1) > 0)] = np.nan
     return total / counts.sum(1)
-
-
-def estimate_best(
-    ranked: np.ndarray,
-    reported: np.ndarray,
-    part: np.ndarray,
-    sources: Sequence[str],
-    options: Mapping[str, Any],
-) -> Estimate:
-    """:func:`best_elsewhere` with its interval; the bootstrap repeats the choice."""
-    of_counts = partial(best_elsewhere, ranked, reported, part)
-    return cluster_bootstrap(of_counts, list(sources), **options)[0]
 
 
 # -- donors ----------------------------------------------------------------------------------------

@@ -20,12 +20,14 @@ turns at once.
 import argparse
 import sys
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar
 
+import numpy as np
 import pandas as pd
 
 from experiments.arms import Arm, conversations_of
-from experiments.control import halves_of
+from experiments.control import best_elsewhere, halves_of
 from experiments.experiment import Conclusion, flag
 from experiments.judged import UNCHANGED, Arms
 from experiments.outcome import EXCESS
@@ -34,6 +36,7 @@ from ia_mech.estimates import ALL, TidyEstimate
 from ia_mech.models.embedded import NAME
 from ia_mech.run import Run
 from ia_mech.settings import Settings
+from ia_mech.stats import cluster_bootstrap
 
 PROMPT = (
     "In this conversation the user reads every answer closely. In each further message the user "
@@ -101,14 +104,18 @@ class Elicit(Arms):
     def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
         found, arms = super().estimate(rows), list(dict.fromkeys(rows["term"]))
         excess = rows.pivot_table(index="source", columns="term", values=EXCESS)[arms].dropna()
-        half = halves_of(excess.index, self.args.seed)
+        halves = halves_of(excess.index, self.args.seed)
+        half = np.array([halves[source] for source in excess.index], dtype=int)
         # The best of all arms, and of the run's own turns, whose states other experiments measure.
         plain = [arm for arm in arms if ", " not in arm]
         for name, among in ((TEMPERATURE, plain), (BEST, arms)):
             more = excess[among].sub(excess[GREEDY], axis=0)
-            gap, chosen = self.best_of(excess[among], more, half)
+            values = excess[among].to_numpy().T, more.to_numpy().T
+            chosen = partial(best_elsewhere, *values, half)  # the bootstrap repeats the choice
+            (gap,) = cluster_bootstrap(chosen, list(excess.index), **self.options)
             found.append(TidyEstimate(GAP, {"dataset": ALL, "term": name}, len(excess), gap))
-        self.notes.append(f"chosen as the best arm: {chosen} of the queries.")
+        best = [f"{excess[half == n].mean().idxmax()} on half {n + 1}" for n in np.unique(half)]
+        self.notes.append(f"chosen as the best arm: {', '.join(best)} of the queries.")
         return found
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:

@@ -16,7 +16,6 @@ import numpy as np
 import pandas as pd
 
 from experiments.arms import verdicts_of
-from experiments.control import estimate_best
 from experiments.experiment import Conclusion, Experiment
 from experiments.outcome import EXCESS, IN_ROLE, ONCE_IN_ROLE, RATE, SIBLINGS, rates_of
 from experiments.shown import Bars, Drawing, only, tables_of
@@ -26,7 +25,6 @@ from ia_mech.estimates import (
     TidyEstimate,
     all_datasets,
     by_dataset,
-    by_quantity,
     holm_corrected,
     paired_row,
 )
@@ -34,7 +32,7 @@ from ia_mech.judge.judging import ON_UNPERTURBED
 from ia_mech.results import Table
 from ia_mech.run import Run
 from ia_mech.run.sources import sources_of
-from ia_mech.stats import Estimate, cluster_mean
+from ia_mech.stats import cluster_mean
 
 UNCHANGED = "unchanged"  # the arm of the runs' own turns
 SHARES = (RATE, IN_ROLE, ONCE_IN_ROLE, SIBLINGS)  # of turns
@@ -115,7 +113,7 @@ class Arms(Experiment):
         less: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> list[TidyEstimate]:
         """Means of arms, and their differences from others, paired by query: of all datasets
-        together and, if there are several, of each; Holm-corrected by :meth:`family`.
+        together and, if there are several, of each; Holm-corrected within each quantity.
 
         Args:
             rows: ``source``, ``dataset``, the columns that name an arm, and values of quantities.
@@ -146,27 +144,7 @@ class Arms(Experiment):
                         row = paired_row(group, f"{quantity}, {words}", *pair, **names)
                         clipped = row.estimate.clip(least - most, most - least)
                         found.append(replace(row, estimate=clipped))
-        return holm_corrected(found, self.family)
-
-    def best_of(
-        self, ranked: pd.DataFrame, reported: pd.DataFrame, part: Mapping[str, int]
-    ) -> tuple[Estimate, str]:
-        """What an arm has that is best on other queries, and which arms those are, in words.
-
-        Args:
-            ranked, reported: by source and arm, by whose mean an arm is chosen, and what is read
-                off.
-            part: of each source, as of :func:`experiments.control.best_elsewhere`.
-        """
-        of = np.array([part[source] for source in ranked.index], dtype=int)
-        values = ranked.to_numpy().T, reported.to_numpy().T
-        found = estimate_best(*values, of, list(ranked.index), self.options)
-        best = [f"{ranked[of == one].mean().idxmax()} on part {one + 1}" for one in np.unique(of)]
-        return found, ", ".join(best)
-
-    def family(self, row: TidyEstimate) -> Any:
-        """Tests with the same are corrected together."""
-        return by_quantity(row)
+        return holm_corrected(found)
 
     # -- shown ------------------------------------------------------------------------------------
 

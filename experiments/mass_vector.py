@@ -8,49 +8,61 @@ the vector and judged anew. The control is a vector that is learned in the same 
 first tokens, whose labels have changed places at random within each conversation. Each vector has
 the dose at which its KL at the header is the same (--kl) on 24 conversations, drawn from those
 that it was learned from; the KL on the others is reported. Labels of first tokens are those
-of turns without a vector. Intervals are over queries, for these very vectors.
+of turns without a vector. Of several --layers each has its own vectors, and p values are corrected
+over them. Intervals are over queries, for these very vectors.
 
 Needs: ``ia-mech mass`` of each run by the same judge, and a model whose passes have gradients.
-Cost: minutes (135M, two cores), and two greedy turns after each conversation.
+Cost, at each layer: minutes (135M, two cores), and two greedy turns after each conversation.
 
     ia-mech mass cache/RUN
-    ia-mech mass-vector cache/RUN --layer 15
+    ia-mech mass-vector cache/RUN
+    ia-mech mass-vector cache/RUN --layers 8 15 22
 """
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import ClassVar
+from itertools import product
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pandas as pd
 from scipy.special import log_softmax
 
+from experiments.arms import Arm, conversations_of
 from experiments.control import halves_of
-from experiments.experiment import Conclusion, Model, flag
+from experiments.experiment import Conclusion, Model, Unit, flag
 from experiments.grid import TEMPERATURE
-from experiments.learned_vector import BATCH, UNIT, UNSTEERED, Name, Vectors, placed
+from experiments.judged import Arms
 from experiments.mass import SHARE
 from experiments.outcome import IN_ROLE, RATE
-from experiments.shown import Bars, Drawing, tables_of, told
-from experiments.steering import SteeredContext, dosing
+from experiments.shown import Bars, Drawing, Lines, only, spans, tables_of, told
+from experiments.steering import FILE, SteeredContext, dosing
 from ia_mech.cli import above_zero, whole_from
 from ia_mech.errors import UserError
 from ia_mech.estimates import TidyEstimate, all_datasets
 from ia_mech.results import Table, folder_of
-from ia_mech.steering import SteeringVector
+from ia_mech.run import Run
+from ia_mech.steering import ADD, SteeringVector
 from probes.dataset import masses_of
 from probes.targets import MASS
 
-LEARNED, PERMUTED = "follow-ups", "permuted labels"  # what vectors are of
+if TYPE_CHECKING:
+    from torch import Tensor
+
+VECTORS = LEARNED, PERMUTED = "follow-ups", "permuted labels"  # what they are of
+UNSTEERED, NO_LAYER = "unsteered", -1
 OF_MASS, OF_ROLE, REST = "follow-up mass", "mass in role", "not covered"
 GREEDY, GREEDY_ROLE, KL = "greedy follow-ups", "greedy in role", "KL at the header"
 SHARES = OF_MASS, OF_ROLE, GREEDY, GREEDY_ROLE
 COMPARED, ALONE = dict.fromkeys(SHARES, (0.0, 1.0)), {REST: (0.0, 1.0), KL: (0.0, np.inf)}
 DRAWN = 8  # first tokens of a context to learn from, drawn by their probability
 DOSED = 24  # contexts, at most, drawn to seek a dose on
+BATCH, CHANGE = 12, 0.1  # first tokens of a step of Adam, most change of a unit vector
+DOSE = 0.5  # length of a vector while it is learned, in norms of the state that it is added to
+Name = tuple[int, int, str]  # of a vector: the half that learns it, the layer, what it is of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,31 +100,120 @@ class FirstTokens(SteeredContext):
         return [replace(self, turns=((token,),)) for token in tokens]
 
     def rows(self, model: Model) -> pd.DataFrame:
-        """A row without a direction, and one under each: the masses, and the KL."""
+        """A row without a direction, and one under each: the layer, the masses, and the KL."""
         _, log, kl = self.scores(model.after([self.prefix]))
         p = np.exp(log_softmax(log / self.temperature, axis=1)[:, list(self.firsts)])
         of_mass, of_role = (p @ np.array(self.labels)).T.clip(0, 1)  # rounding
         values = {OF_MASS: of_mass, OF_ROLE: of_role, REST: (1 - p.sum(1)).clip(0, 1), KL: kl}
-        return pd.DataFrame({"draw": range(len(log)), "context_id": self.context_id, **values})
+        names = {"context_id": self.context_id, "layer": self.layer}
+        return pd.DataFrame({"draw": range(len(log)), **names, **values})
 
 
-class MassVector(Vectors):
+# -- learned ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Learning(Unit):
+    """A direction to be learned.
+
+    Attributes:
+        contexts: each with a turn of one token, which is to become likely.
+        steps: of Adam, of :data:`BATCH` tokens each.
+        seed: of the start and the batches, which are alike for all that are compared.
+    """
+
+    contexts: tuple[SteeredContext, ...]
+    steps: int
+    seed: int
+
+    def rows(self, model: Model) -> pd.DataFrame:
+        """One row, with the ``direction``."""
+        import torch
+
+        with torch.inference_mode(False):  # workers compute in it
+            return pd.DataFrame([{"direction": learn(model, self)}])
+
+
+def learn(model: Model, unit: Learning) -> np.ndarray:
+    """``[d_model]`` float32 of length 1: the direction that makes tokens likely if states are moved
+    along it by :data:`DOSE`. What is minimised is the tokens' mean cross-entropy.
+
+    The start is the downhill gradient at a dose near 0. After each step of Adam the direction is
+    scaled to length 1.
+    """
+    import torch
+
+    from ia_mech.engine.score import differentiable_logits
+    from ia_mech.engine.state import Prefix, prefill_all
+    from ia_mech.models.load import text_config
+
+    network = model.subject.model
+    prefixes = list(dict.fromkeys(one.prefix for one in unit.contexts))
+    groups, order = prefill_all(network, [Prefix(ids) for ids in prefixes], model.on_tokens)
+    place = {prefixes[at]: number for number, at in enumerate(order)}
+    draw = torch.Generator().manual_seed(unit.seed)
+
+    def cross_entropy(along: "Tensor", dose: float) -> "Tensor":
+        """Of a new batch, in nats per token."""
+        drawn = torch.randperm(len(unit.contexts), generator=draw)[:BATCH].tolist()
+        some = sorted((unit.contexts[i] for i in drawn), key=lambda one: place[one.prefix])
+        turns = [t for one in some for t in one.steered_turns(place[one.prefix], along, dose)]
+        log = differentiable_logits(network, groups, turns).log_softmax(-1)
+        model.on_tokens(sum(one.scored for one in some))
+        said = [own[turn.whole_at, turn.ids[-1]] for own, turn in zip(log, turns, strict=True)]
+        return -torch.stack(said).mean()
+
+    along = torch.randn(text_config(network.config).hidden_size, generator=draw).requires_grad_()
+    (uphill,) = torch.autograd.grad(cross_entropy(along, DOSE / 100), along)
+    downhill = -uphill if uphill.norm() > 0 else along.detach()
+    along = (downhill / downhill.norm()).requires_grad_()
+    adam = torch.optim.Adam([along], lr=CHANGE / len(along) ** 0.5)
+    for _ in range(unit.steps):
+        adam.zero_grad()
+        cross_entropy(along, DOSE).backward()
+        adam.step()
+        with torch.no_grad():
+            along /= along.norm()
+    return along.detach().numpy()
+
+
+# -- the experiment --------------------------------------------------------------------------------
+
+
+class MassVector(Arms):
+    """Vectors are learned on half of the queries. Under them greedy turns of the other half are
+    written and judged.
+
+    :meth:`read` sets these.
+
+    Attributes:
+        layers: after which vectors are added.
+        halves: of each half of the queries the contexts.
+        taught: of each vector the contexts that it is learned from, each with a token that is to
+            become likely.
+        tried: of each half that learns, the other half's contexts, as ``Query.contexts``.
+    """
+
     name = "mass_vector"
     queries_used = 60
+    by = ("layer", "term")
     positions = ("header_last",)
-    terms = LEARNED, PERMUTED
     shares = SHARES
+    layers: Sequence[int]
+    halves: list[list[FirstTokens]]
+    taught: dict[Name, tuple[SteeredContext, ...]]
+    tried: list[pd.DataFrame]
     less: ClassVar = {
         "minus permuted": {"term": PERMUTED},
-        "minus unsteered": {"layer": UNIT, "term": UNSTEERED},
+        "minus unsteered": {"layer": NO_LAYER, "term": UNSTEERED},
     }
     columns: ClassVar[Mapping[str, str]] = {"dataset": "str", "term": "str", "layer": "Int64"}
 
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
         add = partial(flag, parser)
-        after = "after which the vector is added (default: half of them)"
-        add("--layer", whole_from(0), None, after, metavar="L")
+        after = "after which vectors are added (default: the middle one)"
+        add("--layers", whole_from(0), None, after, nargs="+", metavar="L")
         add("--steps", whole_from(1), 30, f"of {BATCH} tokens, to learn a vector", metavar="N")
         add("--kl", above_zero, 0.1, "at the header under every vector, in nats", metavar="NATS")
         add("--temperature", above_zero, TEMPERATURE, "of the first token", metavar="T")
@@ -120,10 +221,12 @@ class MassVector(Vectors):
     # -- read -------------------------------------------------------------------------------------
 
     def read(self) -> None:
-        """Find the layer, and the first tokens of each context of both halves."""
-        half, layer, seed = self.runs[0].model["layers"] // 2, self.args.layer, self.args.seed
-        self.layers = [half if layer is None else layer]
-        self.check_layers()
+        """Find the layers, and the first tokens of each context of both halves."""
+        model, seed = self.runs[0].model, self.args.seed
+        names = list(self.runs[0].contexts["positions"].iloc[0])
+        self.layers = sorted(set(self.args.layers or [model["layers"] // 2]))
+        for layer in self.layers:
+            self.anything(layer).check(model["layers"], model["d_model"], names)
         of = halves_of((query.source for query in self.queries), seed)
         each = list(self._first_tokens())
         self.halves = [[one for one in each if of[one.source] == half] for half in (0, 1)]
@@ -136,14 +239,14 @@ class MassVector(Vectors):
                     "tokens lead to follow-ups, and others don't",
                     "measure the mass of more queries: ia-mech mass with --queries",
                 )
-            for term in self.terms:
-                rng = np.random.default_rng([seed, 5, half])
+            for layer, term in product(self.layers, VECTORS):
+                rng = np.random.default_rng([seed, 5, half])  # the same tokens for each layer
                 drawn = (context for one in some for context in one.drawn(term == PERMUTED, rng))
-                self.taught[half, self.layers[0], term] = tuple(drawn)
+                self.taught[half, layer, term] = tuple(replace(one, layer=layer) for one in drawn)
         contexts = pd.concat([query.contexts for query in self.queries])
         contexts.index = pd.MultiIndex.from_frame(contexts[["dataset", "context_id"]])
-        names = [[(one.dataset, one.context_id) for one in own] for own in self.halves]
-        self.tried = [contexts.loc[those].reset_index(drop=True) for those in names[::-1]]
+        keys = [[(one.dataset, one.context_id) for one in own] for own in self.halves]
+        self.tried = [contexts.loc[those].reset_index(drop=True) for those in keys[::-1]]
 
     def _first_tokens(self) -> Iterator[FirstTokens]:
         """Contexts with their first tokens; of each run those of its own, as ``ia-mech mass`` of
@@ -161,7 +264,7 @@ class MassVector(Vectors):
                 if place := places.get((str(run.path), *key)):
                     labels = tuple(map(tuple, own[[SHARE, IN_ROLE]].to_numpy().tolist()))
                     yield FirstTokens.of(
-                        *(*place, self.anything, ((0,),)),
+                        *(*place, self.anything(self.layers[0]), ((0,),)),
                         context_id=key[1],
                         firsts=tuple(own["token"].tolist()),
                         p=tuple(own["p"].tolist()),
@@ -169,39 +272,97 @@ class MassVector(Vectors):
                         temperature=self.args.temperature,
                     )
 
+    def vector(self, layer: int, direction: np.ndarray, dose: float = 1.0) -> SteeringVector:
+        """A direction as what is added after a layer."""
+        import torch
+
+        model, along = self.runs[0].model, torch.tensor([*direction], dtype=torch.float32)
+        what = ADD, layer, self.positions, along, dose
+        return SteeringVector(*what, model["name"], model["weights_hash"])
+
+    def anything(self, layer: int) -> SteeringVector:
+        """Some vector after a layer."""
+        return self.vector(layer, np.ones(self.runs[0].model["d_model"]))
+
+    @cached_property
+    def contexts(self) -> pd.DataFrame:
+        return pd.concat(self.tried, ignore_index=True)
+
+    @property
+    def tests_made(self) -> int:
+        return len(self.layers)
+
     # -- measure ----------------------------------------------------------------------------------
+
+    def units(self) -> list[Learning]:
+        """All vectors that are learned."""
+        found, args = [], self.args
+        for (half, *_), some in self.taught.items():
+            tokens = sum(len(ids) for ids in {one.prefix for one in some})
+            batch = min(BATCH, len(some)) * sum(one.scored for one in some) // len(some)
+            tokens += (args.steps + 1) * batch
+            found.append(Learning(f"half {half + 1}", "", tokens, some, args.steps, args.seed))
+        return found
+
+    def plan(self) -> dict[str, str]:
+        vectors = len(self.layers) * len(VECTORS)
+        more = f"{len(self.contexts)} conversations under each of {vectors} vectors, a greedy turn "
+        return super().plan() | {"then to sample": f"{more}after each"}
+
+    @cached_property
+    def directions(self) -> dict[Name, np.ndarray]:
+        """What is learned."""
+        learned = self.measure_units(self.units(), "learning vectors")["direction"]
+        return dict(zip(self.taught, learned, strict=True))
 
     @cached_property
     def vectors(self) -> dict[Name, SteeringVector]:
         """The learned vectors, each with the dose at which it has the KL in some contexts of the
         half that learned it."""
         searches = []
-        for half, own in enumerate(self.halves):
+        for half, layer in product((0, 1), self.layers):
+            own = self.halves[half]
             drawn = np.random.default_rng([self.args.seed, 6, half]).permutation(len(own))[:DOSED]
-            some = [own[at] for at in sorted(drawn)]
-            along = [self.directions[half, self.layers[0], term] for term in self.terms]
+            some = [replace(own[at], layer=layer) for at in sorted(drawn)]
+            along = [self.directions[half, layer, term] for term in VECTORS]
             searches.append(dosing(f"half {half + 1}", some, along, self.args.kl))
-        doses = self.measure_units(searches, "doses of one KL")["dose"]
-        if doses.isna().any():
-            raise UserError(f"no dose has a KL of {self.args.kl:g}", "give another --kl")
+        doses = self.measure_units(searches, "doses of one KL")["dose"].tolist()
+        found = dict(zip(self.directions, doses, strict=True))
+        if lacking := {layer for (_, layer, _), dose in found.items() if np.isnan(dose)}:
+            where = f"after layer {spans(lacking)}"
+            raise UserError(
+                f"no dose has a KL of {self.args.kl:g} {where}", "give another --kl, or --layers"
+            )
         return {
-            name: self.vector(self.layers[0], direction, dose)
-            for (name, direction), dose in zip(self.directions.items(), doses, strict=True)
+            name: self.vector(name[1], self.directions[name], dose) for name, dose in found.items()
         }
+
+    def compared(self) -> Iterator[tuple[dict[str, Any], Sequence[Run]]]:
+        """The turns as they are, then those of each half under what the other has learned. A
+        vector is kept beside its turns."""
+        yield {"layer": NO_LAYER, "term": UNSTEERED}, self.runs
+        for (half, layer, term), vector in self.vectors.items():
+            name = f"layer {layer} {term} {half + 1}"
+            folder = self.place(name)
+            folder.mkdir(parents=True, exist_ok=True)
+            vector.save(folder / FILE)
+            settings = {"temperatures": (), "intervention": folder / FILE}
+            run = self.sample(name, Arm(conversations_of(self.tried[half]), settings))
+            yield {"layer": layer, "term": term}, [run]
 
     def rows(self) -> pd.DataFrame:
         """A row per context without a vector, and under each."""
         greedy, tried = super().rows().rename(columns={RATE: GREEDY, IN_ROLE: GREEDY_ROLE}), []
-        for half, others in ((0, self.halves[1]), (1, self.halves[0])):
-            own = [self.vectors[half, self.layers[0], term] for term in self.terms]
+        for half, layer in product((0, 1), self.layers):
+            own = [self.vectors[half, layer, term] for term in VECTORS]
             what = [one.direction.tolist() for one in own], [one.dose for one in own]
-            tried += [one.under(*what) for one in others]
+            tried += [replace(one, layer=layer).under(*what) for one in self.halves[1 - half]]
         found = self.measure_units(tried, "masses under vectors")
-        terms = found.pop("draw").map(dict(enumerate((UNSTEERED, *self.terms))))
-        layer = np.where(terms == UNSTEERED, UNIT, self.layers[0])
+        terms = found.pop("draw").map(dict(enumerate((UNSTEERED, *VECTORS))))
+        found = found.assign(term=terms, layer=found["layer"].where(terms != UNSTEERED, NO_LAYER))
         keys = ["layer", "term", "dataset", "context_id"]
-        those = greedy[[*keys, GREEDY, GREEDY_ROLE]]
-        found = found.assign(term=terms, layer=layer)
+        found = found.drop_duplicates(keys)  # without a vector all layers give the same
+        those = greedy.loc[greedy["temperature"] == 0, [*keys, GREEDY, GREEDY_ROLE]]
         return found.merge(those, on=keys, how="left", validate="one_to_one")
 
     # -- estimate ---------------------------------------------------------------------------------
@@ -209,12 +370,16 @@ class MassVector(Vectors):
     def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
         rows = rows.assign(**{KL: rows[KL].where(rows["term"] != UNSTEERED)})
         found = [*self.compare(rows, COMPARED), *self.compare(rows, ALONE, less={})]
-        return placed(found)
+        return [
+            replace(one, names=one.names | {"layer": None})
+            if one.names["layer"] == NO_LAYER
+            else one
+            for one in found
+        ]
 
     # -- say --------------------------------------------------------------------------------------
 
     def tables(self, found: pd.DataFrame) -> list[Table]:
-        where = f"at {self.positions[0]} after layer {self.layers[0]} ({self.intervals})"
         made = []
         for title, quantities, more in (
             ("the mass of first tokens under a vector", SHARES[:2], {KL: (KL, 2)}),
@@ -222,40 +387,58 @@ class MassVector(Vectors):
         ):
             columns = [item for one in quantities for item in self.columns_of(one, one).items()]
             made += tables_of(
-                f"{title}, {where}",
+                f"{title}, at {self.positions[0]} ({self.intervals})",
                 found,
                 dict(columns) | more,
-                index=("term",),
+                index=("layer", "term"),
                 rows="conversations",
                 legend="The vectors were learned on the other half of the queries. Minus: paired "
-                "by query; p is for these very vectors.",
+                "by query; p is for these very vectors, Holm-corrected over those of a column.",
             )
         return made
 
     def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
         rows = all_datasets(found)
-        title = f"{self.runs[0].model['name']}, layer {self.layers[0]}, "
-        title += f"T = {self.args.temperature:g}"
+        title = f"{self.runs[0].model['name']}, T = {self.args.temperature:g}"
+        if len(self.layers) > 1:
+            apart = {f"{one}, minus permuted": one for one in (OF_MASS, GREEDY)}
+            rows = rows[rows["quantity"].isin(list(apart)) & (rows["term"] == LEARNED)]
+            rows = rows.assign(quantity=rows["quantity"].replace(apart))
+            words = title, "after layer", "share, vector minus control", rows
+            return {"moved": Lines(*words, across="layer", by="quantity", levels={"": 0.0})}
         shown = rows[rows["quantity"].isin(SHARES)]
+        title += f", after layer {self.layers[0]}"
         return {"moved": Bars(title, "share", shown, names="quantity", by="term")}
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
-        def said(quantity: str, term: str, digits: int | str = 2) -> str:
-            return told(all_datasets(found), quantity, digits, term=term)
+        whole = all_datasets(found)
+
+        def said(quantity: str, term: str) -> str:
+            return told(whole, quantity, term=term)
 
         def moved(what: str, quantity: str) -> str:
-            apart = said(f"{quantity}, minus permuted", LEARNED, "+.2f")
+            contrast = f"{quantity}, minus permuted"
+            apart = [
+                f"{told(whole, contrast, '+.2f', layer=layer)} after layer {layer}"
+                for layer in self.layers
+            ]
+            if len(apart) > 1:
+                return (
+                    f"{what} is {said(quantity, UNSTEERED)} without a vector; vector minus control "
+                    f"is {', '.join(apart)}"
+                )
             return (
                 f"{what} is {said(quantity, LEARNED)} under the vector, "
                 f"{said(quantity, PERMUTED)} under the control and {said(quantity, UNSTEERED)} "
-                f"without one (vector minus control {apart})"
+                f"without one (vector minus control {told(whole, contrast, '+.2f')})"
             )
 
+        kl = only(whole, KL)["value"]
         return Conclusion(
             f"On queries that a vector wasn't learned from, {moved('the follow-up mass', OF_MASS)}."
             f" {moved('The rate at which greedy turns are follow-ups', GREEDY)}.",
             f"The control is learned from first tokens whose labels have changed places; the KL at "
-            f"the header is {said(KL, LEARNED)} and {said(KL, PERMUTED)} nats. "
+            f"the header is {kl.min():.2f} to {kl.max():.2f} nats under the vectors. "
             f"{moved('In role, the share of greedy turns', GREEDY_ROLE)}. {self.gate.short}.",
         )
 

@@ -91,7 +91,7 @@ PROBED = 40  # queries below which probes aren't tried: they need 20 sources of 
 BAD_INPUT = 2  # the exit status where a stage lacks what it needs
 # Folders of results: those whose first tables are shown, and those that say at which layers.
 SHOWN = ("locate", "mass", "elicit")
-LAYERS = ("interchange-mass", "interchange", "learned-vector")
+LAYERS = ("interchange-mass", "interchange")
 
 OPTIONS = {"level": 0.95, "resamples": 2000, "seed": 0}  # of the study's own estimates
 UNWORDED = "Turns may tell a response's content or only its wording (--wording tells them apart)."
@@ -152,7 +152,7 @@ def stages(args: argparse.Namespace) -> list[Stage]:
     judge = ["judge", "run", run, *shlex.split(args.judge or "")]
     locate = ["locate", run, *queries, "--recipients", str(args.recipients), "--maps", *args.maps]
     by_layer = ["interchange", run, "--outcome", "mass", *queries]
-    probes, vector = ["probes", run, "--target"], ["learned-vector", run, "--quick"]
+    probes = ["probes", run, "--target"]
     slow = not args.quick
     probed = slow and args.queries >= PROBED
     found = [
@@ -169,7 +169,6 @@ def stages(args: argparse.Namespace) -> list[Stage]:
             for of in ("rate", "latent")
         ),
         Stage("interchange", ["interchange", run, *samples], "interchange", True, args.where),
-        Stage("learned vector", vector, "learned-vector", True, args.where),
     ]
     for stage in found:
         for name in stage.takes:
@@ -303,8 +302,7 @@ def build_parser() -> Parser:
     switch("--skip-unusable", help="leave out rows that can't be used, instead of refusing")
     wordings = "also how much turns tell about wordings of one response, written by the model"
     switch("--wording", help=wordings)
-    states = "also whether follow-ups travel with a state, and after which layers a vector makes "
-    switch("--where", help=f"{states}turns react to the response (hours)")
+    switch("--where", help="also whether follow-ups travel with a state (hours)")
     switch(
         "--quick",
         help=f"{QUICK['queries']} queries, one sample, one recipient; without {LEFT_OUT_QUICK}",

@@ -28,10 +28,6 @@ COMMANDS = {
     "locate": ("experiments.locate", "activation patching: which keys and values carry these bits"),
     "interchange": ("experiments.interchange", "whether follow-ups travel with a state"),
     "steering": ("experiments.steering", "whether adding a direction changes the turn"),
-    "learned-vector": (
-        "experiments.learned_vector",
-        "at which layers one vector brings out follow-ups",
-    ),
     "elicit": ("experiments.elicit", "what brings out more follow-ups than greedy decoding"),
     "perturbations": ("experiments.perturbations", "which parts of the response matter"),
     "mass": ("experiments.mass", "how likely first tokens are that lead to follow-ups"),

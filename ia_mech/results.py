@@ -357,9 +357,9 @@ def _maker(folder: Path) -> str:
     """What to do where a folder holds no result: the command that writes it, if its name tells."""
     run = folder.parent.parent
     if folder.parent.name == "results" and (run / RUN).is_file():
-        for command in COMMANDS:
-            if f"{folder.name}-".startswith(f"{command}-"):
-                return f"make it with: {program()} {command} {shell_word(run)}"
+        fitting = [one for one in COMMANDS if f"{folder.name}-".startswith(f"{one}-")]
+        if fitting:
+            return f"make it with: {program()} {max(fitting, key=len)} {shell_word(run)}"
     return "name a folder in RUN/results"
 
 

@@ -30,7 +30,7 @@ os.fsync = lambda _: None
 
 # Files that take longest, before all others: one at the end would be waited for by itself.
 LONGEST = (
-    *("test_locate", "test_readme", "test_kills", "test_probes_transfer", "test_learned_vector"),
+    *("test_locate", "test_readme", "test_kills", "test_probes_transfer"),
     *("test_collect", "test_probes_train", "test_study", "test_check", "test_interchange"),
     *("test_probes_beyond", "test_planted_locate", "test_devices", "test_probes_analysis"),
     *("test_shards", "test_architectures", "test_perturbations", "test_rates", "test_steering"),

@@ -17,7 +17,7 @@ from conftest import Silent
 from runs import sampled
 from shell import call, refusal
 from test_interchange import Marked, used  # noqa: F401 (a fixture)
-from test_learned_vector import run  # noqa: F401
+from test_mass_vector import run  # noqa: F401
 from test_reaction_experiment import folder as several  # noqa: F401
 from test_shards import WRITTEN
 from test_steering import folder, small  # noqa: F401
@@ -26,8 +26,8 @@ from test_study import SETTINGS, SMALL, data  # noqa: F401
 from experiments import steering, study
 from experiments.elicit import main as elicit
 from experiments.interchange import main as interchange
-from experiments.learned_vector import main as learned_vector
 from experiments.locate import main as locate
+from experiments.mass_vector import main as mass_vector
 from experiments.perturbations import main as perturbations
 from experiments.reaction import main as reaction
 from ia_mech.collect.command import main as sample
@@ -137,7 +137,7 @@ def test_an_address_without_a_cluster_is_refused_at_once(tiny_model_dir, tmp_pat
 EXPERIMENTS = {
     locate: ("run", ["--queries", "3"]),
     interchange: ("used", ["--queries", "3", "--samples", "2", "--layers", "2", "3"]),
-    learned_vector: ("run", ["--steps", "2", "--layers", "2"]),
+    mass_vector: ("run", ["--steps", "2", "--kl", "0.01"]),
     elicit: ("run", []),
     perturbations: ("run", ["--samples", "2"]),
     reaction: ("several", []),

@@ -554,7 +554,7 @@ def test_help_and_refusals_wait_for_no_import_that_takes_seconds(run, tmp_path):
     for name, (module, _) in COMMANDS.items():
         words = RUN_WORDS.get(name, ["nosuch"])
         calls += [(module, ["--help"], 0), (module, words, 2), (module, [*words, "--nosuch"], 2)]
-    for name in ("reaction", "learned-vector", "steering", "interchange", "rates"):
+    for name in ("reaction", "mass-vector", "steering", "interchange", "rates"):
         calls.append((COMMANDS[name][0], [str(run.path), "--out", str(run.path)], 2))
     for words in (["--out", str(tmp_path)], ["--out", str(run.path), "--seed", "7"]):
         calls.append((COMMANDS["sample"][0], words, 2))

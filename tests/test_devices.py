@@ -26,7 +26,7 @@ from transformers.cache_utils import KVSharingDict
 
 from experiments import elicit, locate, steering
 from experiments.experiment import Model
-from experiments.learned_vector import Learning, learn
+from experiments.mass_vector import Learning, learn
 from experiments.steering import SteeredContext
 from ia_mech.collect import job
 from ia_mech.collect.capture import Wanted, capture
@@ -233,9 +233,7 @@ def test_the_main_job_equals_that_on_one_device(
 )
 def test_gradients_go_through_both_devices(architecture, gpus):
     contexts = tuple(
-        SteeredContext(
-            "q", "", 0, tuple(tiny.prompt(n, n)), 2, (n - 1,), True, (tuple(tiny.prompt(4, 4)),)
-        )
+        SteeredContext("q", "", 0, tuple(tiny.prompt(n, n)), 2, (n - 1,), False, ((n,),))
         for n in (9, 12)
     )
     unit = Learning("", "", 0, contexts, steps=2, seed=0)

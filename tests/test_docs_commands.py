@@ -43,7 +43,6 @@ ELSEWHERE = {  # commands that need what tests don't have
     "enable_thinking": "a template that reads it; tests/test_thinking_run.py",
     "--results FOLDER": "a result; tests/test_report.py",
     "ia-mech reaction": "finished responses; tests/test_reaction_experiment.py",
-    "learned-vector": "hours; tests/test_learned_vector.py",
     "interchange": "hours; tests/test_interchange.py",
     "compare cache": "two finished studies; tests/test_study.py",
     "post-training": "packages for training; tests/test_post_training.py",

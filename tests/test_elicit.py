@@ -16,10 +16,47 @@ from ia_mech.judge.decoys import SIBLING
 from ia_mech.judge.judging import label_run
 from ia_mech.rates.load import JudgedTurns
 from ia_mech.run import Run
+from ia_mech.stats import cluster_bootstrap
 
 
 def gaps(excess, greedy, half, counts):
     return best_elsewhere(excess, excess - excess[greedy], half, counts)
+
+
+def by_loops(ranked, reported, half, counts) -> float:
+    total = 0.0
+    drawn = [q for q in range(len(half)) for _ in range(int(counts[q]))]
+    for one in (0, 1):
+        choosing = [q for q in drawn if half[q] != one]
+        best = max(range(len(ranked)), key=lambda arm: sum(ranked[arm][q] for q in choosing))
+        total += sum(reported[best][q] for q in drawn if half[q] == one)
+    return total / len(drawn)
+
+
+def test_an_arm_is_chosen_on_one_half_and_reported_on_the_other():
+    rng = np.random.default_rng(0)
+    ranked, reported, half = rng.normal(size=(3, 16)), rng.normal(size=(3, 16)), np.arange(16) % 2
+    counts = 1.0 + rng.multinomial(16, np.full(16, 1 / 16), size=50)
+    wanted = [by_loops(ranked, reported, half, one) for one in counts]
+    np.testing.assert_allclose(best_elsewhere(ranked, reported, half, counts), wanted, atol=1e-12)
+    assert np.isnan(best_elsewhere(ranked, reported, half, 1.0 * (half == 0)[None]))
+
+
+@pytest.mark.slow
+def test_arms_that_do_nothing_are_called_in_5_percent_though_the_best_is_chosen():
+    """Of 400 studies of 60 queries with seven arms: within three standard errors of the level."""
+    rng, called = np.random.default_rng(1), 0
+    half = np.arange(60) % 2
+    for seed in range(400):
+        values = rng.normal(size=(7, 60)) + rng.normal(size=60)
+        options = {"level": 0.95, "resamples": 400, "seed": seed}
+
+        def statistic(counts: np.ndarray, values=values) -> np.ndarray:
+            return best_elsewhere(values, values, half, counts)
+
+        (found,) = cluster_bootstrap(statistic, range(60), **options)
+        called += not found.low <= 0 <= found.high
+    assert called / 400 <= 0.05 + 3 * np.sqrt(0.05 * 0.95 / 400)
 
 
 def test_arms_that_are_alike_have_no_gap_though_the_best_is_chosen():

@@ -21,7 +21,7 @@ from shell import Outcome, call, files, refusal, worked
 import ia_mech.engine.score as score_module
 from experiments.arms import Arm, conversations_of
 from experiments.experiment import Conclusion, Experiment, output_folder
-from experiments.learned_vector import LearnedVector
+from experiments.mass_vector import MassVector
 from experiments.shown import Bars
 from experiments.units import modules_of
 from ia_mech.collect.command import main as sample
@@ -145,17 +145,17 @@ def test_everything_is_written_into_the_first_run_and_printed(copied, count):
 
 
 def test_numbers_go_into_the_run_and_new_turns_beside_it(copied, tmp_path):
-    run, parser = copied(), LearnedVector.build_parser()
+    run, parser = copied(), MassVector.build_parser()
     args = parser.parse_args([str(run.path)])
-    folder = output_folder(LearnedVector, args.out, run.path)
-    assert folder == run.path / "results" / "learned-vector"
-    one = LearnedVector([run], args, folder)
-    assert one.place("layer 3") == run.path.with_name(f"{run.name}-learned-vector") / "layer_3"
-    rule = "Numbers go to RUN/results/learned-vector/, new turns to RUN-learned-vector/ beside RUN."
+    folder = output_folder(MassVector, args.out, run.path)
+    assert folder == run.path / "results" / "mass-vector"
+    one = MassVector([run], args, folder)
+    assert one.place("layer 3") == run.path.with_name(f"{run.name}-mass-vector") / "layer_3"
+    rule = "Numbers go to RUN/results/mass-vector/, new turns to RUN-mass-vector/ beside RUN."
     assert rule in " ".join(parser.format_help().split())
     args = parser.parse_args([str(run.path), "--out", str(tmp_path / "out")])
-    folder = output_folder(LearnedVector, args.out, run.path)
-    one = LearnedVector([run], args, folder)
+    folder = output_folder(MassVector, args.out, run.path)
+    one = MassVector([run], args, folder)
     assert (folder, one.beside) == (tmp_path / "out", tmp_path / "out")
 
 

@@ -1,34 +1,40 @@
-"""``experiments.mass_vector``: masses under a vector, and the command that learns it."""
+"""``experiments.mass_vector``: gradients, masses under a vector, a planted gate, the command."""
 
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
+import planted_gate as planted
 import pytest
 import scored
 import tiny
 import torch
 from conftest import Silent
 from judging import judged_by_chance
+from planted_reaction import OPENER
 from runs import sampled
 from shell import call, refusal
 
 from experiments.experiment import Model
-from experiments.learned_vector import Learning, learn
 from experiments.mass_vector import (
+    DOSE,
     GREEDY,
     KL,
     LEARNED,
     OF_MASS,
     OF_ROLE,
     REST,
+    UNSTEERED,
     FirstTokens,
+    Learning,
     MassVector,
+    learn,
     main,
 )
-from experiments.steering import dosing
+from experiments.steering import SteeredContext, dosing
 from ia_mech import results
+from ia_mech.errors import UserError
 from ia_mech.estimates import frame_of
 from ia_mech.run import Run
 from ia_mech.settings import Settings
@@ -37,8 +43,11 @@ from ia_mech.steering import SteeringVector
 TOKENS, LIKED = tuple(range(10, 30)), (12, 15, 28)
 
 
-def test_a_vector_that_is_learned_from_first_tokens_moves_their_mass_at_its_kl():
-    model = Model(SimpleNamespace(model=tiny.model("llama")), None)
+@pytest.mark.parametrize("architecture", ["llama", "gpt_oss", "gemma3"])
+def test_a_vector_that_is_learned_from_first_tokens_moves_their_mass_at_its_kl(architecture):
+    """More than a random one of this KL."""
+    network = tiny.model(architecture)
+    model = Model(SimpleNamespace(model=network), None)
     contexts = []
     for seed in range(6):
         ids = tuple(tiny.prompt(12 + seed, seed))
@@ -47,16 +56,75 @@ def test_a_vector_that_is_learned_from_first_tokens_moves_their_mass_at_its_kl()
         names = {"context_id": "", "firsts": TOKENS, "p": (0.01,) * 20, "labels": labels}
         contexts.append(FirstTokens("q", "", 1, *where, **names, temperature=0.7))
     taught = tuple(replace(one, turns=((token,),)) for one in contexts for token in LIKED)
-    along = tuple(learn(model, Learning("", "", 1, taught, 10, 0)).tolist())
-    (dose,) = dosing("", contexts, [along], 0.1).rows(model)["dose"]
-    found = pd.concat([one.under([along], [dose]).rows(model) for one in contexts])
-    plain, moved = (found[found["draw"] == draw] for draw in (0, 1))
-    assert (moved[OF_MASS].to_numpy() > plain[OF_MASS].to_numpy()).all()
+    unit = Learning("", "", 1, taught, 10, 0)
+    with torch.inference_mode():  # as in a worker
+        (along,) = unit.rows(model)["direction"]
+    np.testing.assert_array_equal(along, learn(model, unit))
+    assert np.linalg.norm(along) == pytest.approx(1, abs=1e-6)
+    both = [along.tolist(), np.random.default_rng(0).standard_normal(32).tolist()]
+    doses = dosing("", contexts, both, 0.1).rows(model)["dose"]
+    found = pd.concat([one.under(both, doses).rows(model) for one in contexts])
+    plain, moved, other = (found[found["draw"] == draw] for draw in (0, 1, 2))
+    for less in (plain, other):
+        assert (moved[OF_MASS].to_numpy() > less[OF_MASS].to_numpy()).all()
     assert (plain[KL] == 0).all() and moved[KL].mean() == pytest.approx(0.1, rel=0.11)
     np.testing.assert_allclose(found[OF_ROLE] + found[REST], 1)
-    logits = tiny.model("llama")(torch.tensor([contexts[0].ids])).logits[0, -1]
+    logits = network(torch.tensor([contexts[0].ids])).logits[0, -1]
     p = (logits / 0.7).softmax(-1)
     assert plain[OF_MASS].iloc[0] == pytest.approx(float(p[list(LIKED)].sum()), rel=1e-4)
+
+
+def test_recurrent_layers_without_a_gradient_are_refused_by_name():
+    ids = tuple(tiny.prompt(12, 0))
+    contexts = (SteeredContext("q", "", 0, ids, 2, (11,), False, ((5,),)),)
+    model = Model(SimpleNamespace(model=tiny.model("qwen3_5")), None)
+    with pytest.raises(UserError, match="passes of Qwen3_5ForCausalLM have no gradient"):
+        learn(model, Learning("", "", 1, contexts, 1, 0))
+
+
+# -- planted truths --------------------------------------------------------------------------------
+
+
+def named(model: Model, layer: int, shift: int) -> float:
+    """In what share of 16 queries greedy turns name their response, under vectors learned on the
+    other half: from the names of these responses, or of a sibling that is ``shift`` away."""
+    queries, shares = planted.queries(16, 0), []
+    for half in (0, 1):
+        mine = [q for number, q in enumerate(queries) if number // 2 % 2 == half]
+        pairs = tuple(
+            replace(one, ids=(*one.ids, OPENER), turns=(name.turns[0][1:],), layer=layer)
+            for q in mine
+            for one, name in zip(q, [*q[shift:], *q[:shift]], strict=True)
+        )
+        along = torch.from_numpy(learn(model, Learning("", "", 1, pairs, 3, 0)))
+        for q in queries:
+            if q not in mine:
+                said = planted.said(model, q, layer, along, DOSE)
+                shares.append(np.mean([name == k for k, name in enumerate(said)]))
+    return float(np.mean(shares))
+
+
+def test_the_layer_at_which_a_planted_gate_opens_is_found():
+    """Block 3 reads the header: 11 of 16 queries can be opened before it, none after it."""
+    model = planted.model(True)
+    assert named(model, 2, 0) == pytest.approx(11 / 16)
+    assert named(model, 4, 0) == 0
+    assert named(model, 2, 1) <= 1 / 4  # the control says some name whatever the response
+
+
+def test_nothing_is_found_where_nothing_is_behind_the_gate():
+    assert named(planted.model(False), 2, 0) <= 1 / 4
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(siblings, tmp_path, monkeypatch) -> Run:
+    """Of four queries, judged, with their mass."""
+    found = judged_by_chance(siblings, tmp_path / "run", monkeypatch)
+    measured(found)
+    return found
 
 
 @pytest.fixture
@@ -93,7 +161,7 @@ def test_the_command_tries_what_a_half_learned_on_the_other_half(runs, capfd):
     lacking = refusal(call(main, words, capfd))
     assert "more/results/mass holds no result; make it with:" in lacking and " mass " in lacking
     measured(other)
-    words += ["--steps", "2", "--layer", "2", "--kl", "0.01"]
+    words += ["--steps", "2", "--layers", "2", "--kl", "0.01"]
     planned = call(main, [*words, "--dry-run"], capfd)
     assert planned.status == 0, planned.err
     assert "20 conversations under each of 2 vectors" in planned.out
@@ -121,3 +189,41 @@ def test_the_command_tries_what_a_half_learned_on_the_other_half(runs, capfd):
         for less, base in MassVector.less.items():
             apart = value[quantity, LEARNED] - value[quantity, base["term"]]
             assert value[f"{quantity}, {less}", LEARNED] == pytest.approx(apart)
+    far = call(main, [*words, "--kl", "1000"], capfd)
+    assert far.status == 2 and "error: no dose has a KL of 1000 after layer 2; " in far.err
+
+
+def test_a_layer_has_the_same_numbers_beside_other_layers(run, tmp_path, capfd):
+    """But p values, which are corrected over layers; turns of each layer have folders of their
+    own."""
+    words = [str(run.path), "--resamples", "100", "--steps", "2", "--kl", "0.01", "--layers"]
+    rows, found, parts = {}, {}, {}
+    for layers in ("2", "3 2"):
+        out = tmp_path / layers.replace(" ", "")
+        outcome = call(main, [*words, *layers.split(), "--out", str(out)], capfd)
+        assert outcome.status == 0, outcome.err
+        rows[layers] = pd.read_parquet(out / "rows.parquet")
+        found[layers] = pd.read_parquet(out / "estimates.parquet")
+        parts[layers] = {file.name for file in (out / "parts").iterdir()}
+    assert outcome.out.count("after layer 3") == outcome.out.count("after layer 2") > 1
+    assert parts["2"] < parts["3 2"]
+    folders = {path.name for path in out.glob("layer_*")}
+    names = {f"{what}_{half}" for what in ("follow-ups", "permuted_labels") for half in (1, 2)}
+    assert folders == {f"layer_{layer}_{name}" for layer in (2, 3) for name in names}
+
+    alone, beside = rows["2"], rows["3 2"]
+    keys = ["layer", "term", "dataset", "context_id"]
+    same = beside[beside["layer"] != 3]
+    pd.testing.assert_frame_equal(
+        *(one.sort_values(keys, ignore_index=True) for one in (alone, same)), check_exact=True
+    )
+    assert beside[beside["term"] == UNSTEERED]["context_id"].is_unique
+    steered = beside[beside["term"] == LEARNED].pivot(index="context_id", columns="layer")
+    assert (steered[OF_MASS][2] != steered[OF_MASS][3]).all()
+
+    tested = found["3 2"][found["3 2"]["term"] == LEARNED].set_index(["quantity", "layer"])
+    for quantity in (OF_MASS, GREEDY):
+        low, high = np.sort(tested.loc[f"{quantity}, minus permuted", "p"])
+        holm = np.minimum([2 * low, max(2 * low, high)], 1)
+        corrected = np.sort(tested.loc[f"{quantity}, minus permuted", "p_holm"])
+        np.testing.assert_allclose(corrected, holm)

@@ -128,6 +128,6 @@ def test_a_damaged_result_is_one_line(tmp_path, damage):
 
 def test_a_result_that_is_not_there_yet_is_made_by_the_command_that_is_named(tmp_path):
     (tmp_path / "run.json").touch()
-    for name, command in (("rates-builtin", "rates"), ("learned-vector", "learned-vector")):
+    for name, command in (("rates-builtin", "rates"), ("mass-vector", "mass-vector")):
         with pytest.raises(UserError, match=f"holds no result; make it with: .* {command} "):
             read(tmp_path / "results" / name)

@@ -146,7 +146,7 @@ def test_a_plan_names_the_command_of_each_stage(tiny_model_dir, capfd, tmp_path)
     where = ["m", "--where", "--samples", "16", "--judge", "llm --model 'a b'"]
     args = study.with_defaults(study.build_parser().parse_args(where))
     todo = {one.name: one.words for one in study.stages(args)}
-    assert {"interchange", "learned vector"} <= {*todo}
+    assert "interchange" in todo
     assert todo["judge"][3:] == ["--judge", "llm", "--model", "a b"]
     for words in (["m", "--where"], ["m", "--where", "--quick"]):
         assert "--where takes 16 turns a conversation" in refusal(call(study.main, words, capfd))

@@ -29,8 +29,8 @@ from ia_mech.settings import Settings
 # Kinds of results in the order in which a page shows them; other kinds follow, by name.
 ORDER = (
     *("compare", "study", "rates", "reaction", "locate", "elicit", "probe", "steering"),
-    *("learned_vector", "interchange"),
-    *("mass", "mass_vector", "perturbations", "rates-by-correct", "temperature_sweep", "agreement"),
+    *("interchange", "mass", "mass_vector", "perturbations", "rates-by-correct"),
+    *("temperature_sweep", "agreement"),
 )
 MAX_ESTIMATES = 400  # rows that a page lists; the file has all
 _STARRED = re.compile(r"\d\*")  # a temperature above the judge's fit
