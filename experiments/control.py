@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,9 +17,8 @@ import pandas as pd
 from numpy.typing import ArrayLike
 
 from experiments.outcome import CHOOSING, IN_ROLE, ONCE_IN_ROLE
-from ia_mech.estimates import Group, TidyEstimate, by_dataset, paired_row
+from ia_mech.estimates import Group, TidyEstimate, by_dataset
 from ia_mech.run import Run
-from ia_mech.run.sources import split_source
 from ia_mech.stats import Estimate, cluster_bootstrap, dyadic_mean, dyadic_test
 from ia_mech.steering import TURN
 
@@ -42,42 +41,6 @@ CELL = ["term", "layer"]
 EPSILON = 1e-9  # a sum below which nothing is divided by it
 
 # -- paired by query -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class QueryValues:
-    """A value of every query, of which the mean is estimated.
-
-    Attributes:
-        quantity: what it is.
-        values: by source.
-        names: what it is of.
-        baseline: what it is tested against: by source, what is subtracted; None for a plain mean.
-        least, most: the bounds of the value.
-    """
-
-    quantity: str
-    values: pd.Series
-    names: dict[str, Any]
-    baseline: pd.Series | None = None
-    least: float = -np.inf
-    most: float = np.inf
-
-
-def estimate_means(each: Iterable[QueryValues], options: dict[str, Any]) -> Iterator[TidyEstimate]:
-    """The means of values over queries of each dataset, and of all together."""
-    for one in each:
-        frame = one.values.rename_axis("source").reset_index(name="value")
-        frame["dataset"] = frame["source"].map(lambda source: split_source(source)[0])
-        for dataset, here in by_dataset(frame):
-            values, sources = frame.loc[here, "value"], frame.loc[here, "source"].to_numpy()
-            group = Group(sources, options, one.names | {"dataset": dataset})
-            if one.baseline is not None:
-                pair = values, sources, one.baseline, one.baseline.index
-                row = paired_row(group, one.quantity, *pair)
-            else:
-                row = group.mean(one.quantity, values)
-            yield replace(row, estimate=row.estimate.clip(one.least, one.most))
 
 
 def ratio(

@@ -17,29 +17,35 @@ runs again for the control, and a second or two per turn to score on a CPU (135M
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from itertools import chain, combinations
+from functools import lru_cache, partial
+from itertools import combinations
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import snowballstemmer
 
 from experiments.arms import Arm
-from experiments.control import QueryValues, estimate_means
 from experiments.experiment import Conclusion, Experiment, flag
-from experiments.outcome import LEAST_QUERIES, SiblingTurns, mean_by_query, unit_of
+from experiments.outcome import SiblingTurns, mean_by_query, unit_of
 from experiments.shown import Drawing, Lines, only, sentence_of, tables_of
 from ia_mech.cli import whole_from
 from ia_mech.data.conversations import Conversation
 from ia_mech.errors import UserError
-from ia_mech.estimates import TidyEstimate, all_datasets, holm_corrected
-from ia_mech.likelihood.copying import GROUPS, copy_features, stems
+from ia_mech.estimates import (
+    Group,
+    TidyEstimate,
+    all_datasets,
+    by_dataset,
+    holm_corrected,
+    paired_row,
+)
 from ia_mech.likelihood.reaction import (
     bits_by_token,
-    choice_bits,
     evidence,
     identified,
     information,
@@ -49,7 +55,7 @@ from ia_mech.likelihood.reaction import (
 from ia_mech.results import Table
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
-from ia_mech.run.queries import Query, exchange, queries_of, subsample
+from ia_mech.run.queries import Query, queries_of, subsample
 from ia_mech.run.sources import split_source
 
 # What an estimate is of: the runs' finished responses, or the control.
@@ -58,7 +64,6 @@ WORDINGS, REWORDED = "wordings of one response", "other_wording"  # the arm, its
 INFORMATION, SAME_QUERIES = "I_K, bits", "I_K on the same queries, bits"
 DIFFERENCE = "I_K minus the control's, bits"
 READABLE, GREEDY_DIFFERENCE = "readable bits", "greedy turns' readable bits minus these"
-COPIED, BEYOND = "copy bits (lower bound)", "beyond copy, bits (upper bound)"
 DIFFERENT = "greedy turns that differ"
 CLOSENESS = ("words kept", "trigrams kept", "length ratio")
 MOST_RESPONSES = 4  # that headline and control tell apart
@@ -77,6 +82,10 @@ alone.
 SHORTEST, LONGEST = 0.5, 2.0  # times the original's length, in words
 LEAST_KEPT, MOST_COPIED = 0.5, 0.8  # shares of the original's content words, and of its trigrams
 LONG = 4  # fewest letters of a content word
+_WORD = re.compile(  # a character of Chinese or Japanese, a word up to an apostrophe, a number
+    r"[\u3040-\u30ff\u3400-\u9fff]|(?<!\w['’])[^\W\d_\u3040-\u30ff\u3400-\u9fff]+|\d[\d.,]*"
+)
+_stem = lru_cache(snowballstemmer.stemmer("english").stemWord)
 
 # -- wordings of one response ----------------------------------------------------------------------
 
@@ -130,6 +139,11 @@ def closeness(text: str, original: str) -> dict[str, float]:
     }
 
 
+def stems(text: str) -> list[str]:
+    """The English stems of a text's words and its numbers, in their order."""
+    return [_stem(word.rstrip(".,")) for word in _WORD.findall(text.lower())]
+
+
 # -- measure ---------------------------------------------------------------------------------------
 
 
@@ -179,7 +193,7 @@ class Reaction(Experiment):
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
         add, most = partial(flag, parser), "at most N queries, drawn by --seed (default: all)"
-        add("--queries", whole_from(LEAST_QUERIES), None, most, metavar="N")
+        add("--queries", whole_from(2), None, most, metavar="N")
 
     # -- what is read and sampled -----------------------------------------------------------------
 
@@ -211,10 +225,10 @@ class Reaction(Experiment):
             raise UserError(
                 f"{self.runs[0].path} has greedy turns alone", "sample with --temperatures 1"
             )
-        if len(self.used) < LEAST_QUERIES:
+        if len(self.used) < 2:
             raise UserError(
-                f"{len(self.used)} queries have {count} responses: what is fitted on some queries "
-                f"is scored on others, which takes {LEAST_QUERIES}",
+                f"only one query has {count} finished responses, and the reader's scale is fitted "
+                "on others",
                 "sample more queries",
             )
         self.controlled = subsample(self.used, MOST_CONTROLLED, self.args.seed)
@@ -282,7 +296,6 @@ class Reaction(Experiment):
     # -- what is estimated ------------------------------------------------------------------------
 
     def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
-        print("fitting: how many bits one reader, and copied words, tell", file=sys.stderr)
         arms = {
             name: with_bits(queries, rows[rows["arm"] == name])
             for name, queries in self.measured().items()
@@ -291,71 +304,71 @@ class Reaction(Experiment):
         own = self.turns["followed"], self.turns["source"]
         reader = np.stack(self.turns["reader"].tolist())
         self.turns["readable_bits"] = readable_bits(reader, *own, seed=seed).bits
-        values = chain(self.values_of_turns(arms), self.values_of_wordings())
-        return holm_corrected(estimate_means(values, self.options))
+        return holm_corrected([*self.of_turns(arms), *self.of_wordings()])
 
-    def values_of_turns(self, arms: Mapping[str, pd.DataFrame]) -> Iterator[QueryValues]:
-        """All values of the arms' turns (:func:`with_bits`), a temperature at a time."""
+    def mean(
+        self,
+        quantity: str,
+        values: pd.Series,
+        names: dict[str, Any],
+        baseline: pd.Series | None = None,
+        least: float = -np.inf,
+        most: float = np.inf,
+    ) -> Iterator[TidyEstimate]:
+        """The mean of values by source, minus that of a baseline if there is one, over queries of
+        each dataset and of all together."""
+        frame = values.rename_axis("source").reset_index(name="value")
+        frame["dataset"] = frame["source"].map(lambda source: split_source(source)[0])
+        for dataset, here in by_dataset(frame):
+            values, sources = frame.loc[here, "value"], frame.loc[here, "source"].to_numpy()
+            group = Group(sources, self.options, names | {"dataset": dataset})
+            if baseline is None:
+                row = group.mean(quantity, values)
+            else:
+                row = paired_row(group, quantity, values, sources, baseline, baseline.index)
+            yield replace(row, estimate=row.estimate.clip(least, most))
+
+    def of_turns(self, arms: Mapping[str, pd.DataFrame]) -> Iterator[TidyEstimate]:
+        """All that the arms' turns tell (:func:`with_bits`), a temperature at a time."""
         main, count, size = self.turns, self.count, self.size
 
-        def mean(of: pd.DataFrame, values: Any) -> pd.Series:
+        def by_query(of: pd.DataFrame, values: Any) -> pd.Series:
             return mean_by_query(of, values, count)
 
         most = {number: float(np.log2(number)) for number in (size, count)}
         greedy = main[main["temperature"] == 0]
-        greedy_bits = mean(greedy, greedy["readable_bits"])
+        greedy_bits = by_query(greedy, greedy["readable_bits"])
         for temperature, turns in main.groupby("temperature"):
             names = {"temperature": temperature, "term": ALTERNATIVES, "responses": count}
-            readable = mean(turns, turns["readable_bits"])
-            yield QueryValues(READABLE, readable, names, most=most[count])
+            readable = by_query(turns, turns["readable_bits"])
+            yield from self.mean(READABLE, readable, names, most=most[count])
             if temperature == 0:
                 pairs = {s: combinations(each, 2) for s, each in turns.groupby("source")["text"]}
                 differ = {s: np.mean([a != b for a, b in of]) for s, of in pairs.items()}
-                yield QueryValues(DIFFERENT, pd.Series(differ), names, least=0, most=1)
+                yield from self.mean(DIFFERENT, pd.Series(differ), names, least=0, most=1)
                 continue
-            yield QueryValues(GREEDY_DIFFERENCE, greedy_bits, names, baseline=readable)
-            identified = mean(turns, turns["identified"])
-            yield QueryValues("identified", identified, names, least=0, most=1)
+            yield from self.mean(GREEDY_DIFFERENCE, greedy_bits, names, baseline=readable)
+            identified = by_query(turns, turns["identified"])
+            yield from self.mean("identified", identified, names, least=0, most=1)
             told = {number: information_of(turns, number) for number in most}
             for number, bits in told.items():
                 labels = names | {"responses": number}
-                yield QueryValues(INFORMATION, bits, labels, least=0, most=most[number])
+                yield from self.mean(INFORMATION, bits, labels, least=0, most=most[number])
             if WORDINGS in arms:
                 own = arms[WORDINGS]
                 bits = information_of(own[own["temperature"] == temperature], size)
                 same = told[size][bits.index]
                 labels, highest = names | {"term": WORDINGS, "responses": size}, most[size]
-                yield QueryValues(INFORMATION, bits, labels, least=0, most=highest)
-                yield QueryValues(SAME_QUERIES, same, labels, least=0, most=highest)
-                yield QueryValues(DIFFERENCE, same, labels, bits, least=-highest, most=highest)
+                yield from self.mean(INFORMATION, bits, labels, least=0, most=highest)
+                yield from self.mean(SAME_QUERIES, same, labels, least=0, most=highest)
+                yield from self.mean(DIFFERENCE, same, labels, bits, least=-highest, most=highest)
             for token in range(min(MOST_TOKENS, turns["bits_by_token"].map(len).max())):
                 # After a turn's end no token adds bits.
                 added = [one[token] if token < len(one) else 0.0 for one in turns["bits_by_token"]]
-                yield QueryValues("bits by token", mean(turns, added), names | {"token": token + 1})
-            yield from self.values_of_copying(turns, names)
+                labels = names | {"token": token + 1}
+                yield from self.mean("bits by token", by_query(turns, added), labels)
 
-    def values_of_copying(
-        self, turns: pd.DataFrame, names: dict[str, Any]
-    ) -> Iterator[QueryValues]:
-        """Copy bits as groups of features are added in their order, and what is beyond them."""
-        texts = turns.groupby("source")["text"]
-
-        def features_of(query: Query) -> np.ndarray:
-            asked = exchange(query.dialogues[0])[0]
-            return copy_features(texts.get_group(query.source).tolist(), asked, query.responses)
-
-        features = np.concatenate([features_of(query) for query in self.used])
-        count, columns = features.shape[1], list[int]()
-        most = float(np.log2(count))
-        for group, added in GROUPS.items():
-            columns, labels = [*columns, *added], names | {"term": group}
-            what = features[:, :, columns], turns["followed"], turns["source"]
-            copied = choice_bits(*what, seed=self.args.seed).bits
-            yield QueryValues(COPIED, mean_by_query(turns, copied, count), labels, most=most)
-            beyond = mean_by_query(turns, turns["reaction_bits"] - copied, count)
-            yield QueryValues(BEYOND, beyond, labels, least=-most)
-
-    def values_of_wordings(self) -> Iterator[QueryValues]:
+    def of_wordings(self) -> Iterator[TidyEstimate]:
         """How close wordings are to their response, and the other responses to it."""
         rows = []
         for query in self.used:
@@ -370,7 +383,7 @@ class Reaction(Experiment):
             for quantity in CLOSENESS:
                 most = np.inf if quantity == "length ratio" else 1.0
                 values = by_source[quantity].dropna()
-                yield QueryValues(quantity, values, {"term": term}, least=0, most=most)
+                yield from self.mean(quantity, values, {"term": term}, least=0, most=most)
 
     def data(self, rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
         columns = [*KEY, "dataset", "source_id", "text", "followed", "finish_reason"]
@@ -450,13 +463,6 @@ class Reaction(Experiment):
             "the same; trigrams kept: share of the response's runs of three words, low if it uses "
             "other words; length ratio: of the numbers of words; other responses: to the query.",
             index=("dataset", "term"),
-        )
-        made += table(
-            f"of the bits of all {count} responses, told by copied words",
-            estimates[estimates["term"] == [*GROUPS][-1]],
-            {COPIED: ("copied, at least", 2), BEYOND: ("beyond, at most", 2)},
-            legend="copied: bits that shared words, numbers and names tell, a lower bound on "
-            "copying; beyond: the rest, an upper bound on what isn't copied.",
         )
         return made
 

@@ -10,7 +10,6 @@ from scipy.special import softmax
 from ia_mech.likelihood.reaction import (
     bits_by_token,
     by_query,
-    choice_bits,
     evidence,
     fit_beta,
     identified,
@@ -254,53 +253,6 @@ def test_readable_bits_lie_below_the_information():
 # -- the conditional logit ----------------------------------------------------------------------
 
 
-def planted_choices(queries: int = 150, noise: int = 3, strength: float = 1.5):
-    """Turns whose response was chosen by a conditional logit on the first feature."""
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(queries * 8, 4, 1 + noise))
-    x += 5 * rng.normal(size=(len(x), 1, 1 + noise))  # what a turn has alone has no effect
-    w = softmax(strength * x[:, :, 0], axis=1)
-    truth = np.log2(4 * w)
-    # Every response of a query twice, by moving the chosen response to its place.
-    followed, sources = np.tile(np.repeat(np.arange(4), 2), queries), np.repeat(range(queries), 8)
-    chosen = (w.cumsum(1) < rng.random((len(w), 1))).sum(1)
-    for row, (k, own) in enumerate(zip(chosen, followed, strict=True)):
-        x[row, [k, own]], truth[row, [k, own]] = x[row, [own, k]], truth[row, [own, k]]
-    return x, followed, sources, truth[np.arange(len(truth)), followed]
-
-
-def test_a_conditional_logit_finds_its_coefficients_and_its_bits():
-    x, followed, sources, truth = planted_choices()
-    found = choice_bits(x, followed, sources)
-    assert found.fitted[:, 0] == pytest.approx(1.5, abs=0.2)
-    assert np.abs(found.fitted[:, 1:]).max() < 0.25
-    gap = found.bits - truth
-    assert abs(gap.mean()) < 0.02 and truth.mean() > 0.4
-    # Units of a feature don't matter, which the ridge would otherwise make them do.
-    scaled = choice_bits(x * [1e3, 1, 1, 1e-3], followed, sources)
-    assert scaled.bits == pytest.approx(found.bits, abs=1e-3)
-
-
-def test_a_conditional_logit_is_fitted_on_other_queries():
-    x, followed, sources, _ = planted_choices(queries=20)
-    found = choice_bits(x, followed, sources)
-    for fold in range(5):
-        other = np.where((found.fold == fold)[:, None, None], -x, x)
-        moved = choice_bits(other, followed, sources)
-        same = np.isclose(moved.fitted, found.fitted).all(1)
-        assert same.tolist() == [number == fold for number in range(5)]
-        out = found.fold == fold
-        w = softmax(x[out] @ found.fitted[fold], axis=1)
-        assert found.bits[out] == pytest.approx(np.log2(4 * w[np.arange(len(w)), followed[out]]))
-
-
-def test_features_that_tell_nothing_give_no_bits():
-    x, followed, sources, _ = planted_choices()
-    nothing = choice_bits(x[:, :, 1:], followed, sources).bits
-    assert -0.02 < nothing.mean() < 0.01
-    assert (choice_bits(0 * x, followed, sources).bits == 0).all()
-
-
 # -- input that can't be used -------------------------------------------------------------------
 
 
@@ -314,7 +266,7 @@ def test_features_that_tell_nothing_give_no_bits():
             "'b' has no turn after response 1",
         ),
         (lambda: readable_bits([[0.0, -np.inf], [0.0, 1.0]], [0, 1], "aa"), "finite"),
-        (lambda: choice_bits(np.zeros((4, 2, 1)), [0, 1, 0, 1], "aabb"), "three"),
+        (lambda: readable_bits(np.zeros((2, 2)), [0, 1], "aa"), "two"),
     ],
 )
 def test_what_has_no_posterior_or_no_other_queries_is_refused(call, message):

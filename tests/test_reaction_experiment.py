@@ -190,7 +190,7 @@ def cut(contexts, those):
         (lambda c, t: (c[c["response_index"] == 0], t), "has one response per query"),
         (alike, "are all alike"),
         (lambda c, t: (c, t[t["temperature"] == 0]), "has greedy turns alone"),
-        (lambda c, t: (c[c["source_id"] < "q2"], t), "2 queries have 3 responses"),
+        (lambda c, t: (c[c["source_id"] < "q1"], t), "one query has 3 finished responses"),
         (lambda c, t: (cut(c, c["response_index"] > 0), t), "5 of 15 responses are finished"),
     ],
 )

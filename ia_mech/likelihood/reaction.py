@@ -1,7 +1,7 @@
 """Reaction information: how much a user turn tells about which response it followed, in bits.
 
-Everything here is a function of arrays: log-likelihoods, scores or features of turns under each of
-the K responses to one query. The arrays may be likelihoods of the subject model, of a patched one
+Everything here is a function of arrays: log-likelihoods or scores of turns under each of the
+K responses to one query. The arrays may be likelihoods of the subject model, of a patched one
 or of another model. No model and no text is needed.
 
 Shapes and names throughout:
@@ -28,16 +28,13 @@ from itertools import combinations
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.special import log_softmax, rel_entr, softmax
-from threadpoolctl import threadpool_limits
+from scipy.special import rel_entr, softmax
 
 from ia_mech.stats.resampling import as_column, source_index
 
 LN2 = float(np.log(2))
 TIED = 1e-3  # nats: likelihoods that differ by less, a ratio of 1.001, are ties
 FOLDS = 5  # of queries, in which what is fitted on the others is scored
-RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)  # of the conditional logit, from which one is chosen
-INNER = 3  # folds in which it is chosen
 
 
 # -- one turn -----------------------------------------------------------------------------------
@@ -270,83 +267,6 @@ def fit_beta(scores: np.ndarray, followed: np.ndarray, weight: np.ndarray) -> fl
     return float(brentq(slope, 0, top, xtol=1e-10 * top))
 
 
-def choice_bits(
-    features: ArrayLike, followed: ArrayLike, sources: Iterable[Hashable], *, seed: int = 0
-) -> HeldOut:
-    """Bits that features of turn and response find: a conditional logit over the K responses.
-
-    q_k ∝ exp(b · x_k) (McFadden 1974, in *Frontiers in Econometrics*), b fitted on other queries by
-    penalised maximum likelihood: a ridge on features in units of their spread within turns, chosen
-    from :data:`RIDGES` by the held-out score in :data:`INNER` folds of those queries. Every query
-    weighs the same.
-
-    Args:
-        features: ``[turns, K, features]`` finite, of the turn with each response. A feature that
-            is the same for all responses has no effect.
-        followed: ``[turns]``.
-        sources: ``[turns]``; all turns of a query are in one of :data:`FOLDS` folds.
-        seed: of the folds, the same as in :func:`readable_bits`.
-
-    Returns:
-        The held-out bits; ``fitted`` is ``[folds, features]`` coefficients in the features' units.
-
-    Raises:
-        ValueError: as :func:`readable_bits`, or there are fewer than three queries.
-    """
-    x, own = _finite(features), np.asarray(followed)
-    _, source, weight = _weighed(own, sources, x.shape[1])
-    fold = _folds(source, FOLDS, seed)
-    x = x - x.mean(1, keepdims=True)
-    bits, fitted = np.empty(len(x)), []
-    with threadpool_limits(1):  # the matrices are small: threads would wait for each other
-        for number in range(fold.max() + 1):
-            out = fold == number
-            inner = _folds(source[~out], INNER, seed)
-            fitted.append(_chosen_logit(x[~out], own[~out], weight[~out], inner))
-            bits[out] = _own_bits(x[out] @ fitted[-1], own[out])
-    return HeldOut(bits, fold, np.array(fitted))
-
-
-def _chosen_logit(
-    x: np.ndarray, followed: np.ndarray, weight: np.ndarray, fold: np.ndarray
-) -> np.ndarray:
-    """``[features]`` coefficients with the ridge that does best in folds ``[turns]``.
-
-    ``x [turns, K, features]`` is centred within turns.
-    """
-    scale = np.sqrt((x**2).mean((0, 1)))
-    scale[scale == 0] = 1
-    x = x / scale
-    scores = np.zeros(len(RIDGES))
-    for number in range(fold.max() + 1):
-        out = fold == number
-        start = np.zeros(x.shape[2])
-        for at in reversed(range(len(RIDGES))):  # each begins where the stronger one ended
-            start = _logit(x[~out], followed[~out], weight[~out], RIDGES[at], start)
-            scores[at] += weight[out] @ _own_bits(x[out] @ start, followed[out])
-    best = len(RIDGES) - 1 - int(scores[::-1].argmax())  # of equal ones the strongest
-    return _logit(x, followed, weight, RIDGES[best], np.zeros(x.shape[2])) / scale
-
-
-def _logit(
-    x: np.ndarray, followed: np.ndarray, weight: np.ndarray, ridge: float, start: np.ndarray
-) -> np.ndarray:
-    """``[features]`` coefficients of the conditional logit, by L-BFGS."""
-    share = weight / weight.sum()
-    chosen = share @ _at_followed(x, followed)
-    flat = x.reshape(-1, x.shape[2])
-
-    def loss(b: np.ndarray) -> tuple[float, np.ndarray]:
-        log_q = log_softmax((flat @ b).reshape(x.shape[:2]), axis=1)
-        expected = (share[:, None] * np.exp(log_q)).ravel() @ flat
-        value = ridge / 2 * b @ b - share @ _at_followed(log_q, followed)
-        return float(value), ridge * b - chosen + expected
-
-    from scipy.optimize import minimize
-
-    return minimize(loss, start, jac=True, method="L-BFGS-B").x
-
-
 # -- what all share -----------------------------------------------------------------------------
 
 
@@ -378,7 +298,7 @@ def _folds(source: np.ndarray, folds: int, seed: int) -> np.ndarray:
     queries, index = np.unique(source, return_inverse=True)
     count = len(queries)
     if count < 2:
-        raise ValueError("what is fitted on other queries takes at least two (a choice three)")
+        raise ValueError("what is fitted on other queries takes at least two")
     order = np.random.default_rng(seed).permutation(count)
     return (order % min(folds, count))[index]
 
@@ -406,8 +326,8 @@ def _logprobs(values: ArrayLike) -> np.ndarray:
 
 
 def _finite(values: ArrayLike) -> np.ndarray:
-    """Finite scores or features as floats, or ValueError."""
+    """Finite scores as floats, or ValueError."""
     found = np.asarray(values, dtype=float)
     if not np.isfinite(found).all():
-        raise ValueError("scores and features must be finite")
+        raise ValueError("scores must be finite")
     return found
