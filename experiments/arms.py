@@ -191,27 +191,27 @@ def sample_arm(of: "Loaded", arm: Arm, folder: Path) -> Run:
 def judge_alike(first: Run, runs: Sequence[Run], judge: str, *, unperturbed: bool = False) -> None:
     """Have runs labelled by the judge of a first one, if they aren't yet.
 
-    ``unperturbed``: turns are shown after the unchanged responses; then the name has another end.
+    ``unperturbed``: also after the unchanged responses; those labels' name has another end.
 
     Raises:
         UserError: it isn't the built-in judge: the user has to run it.
     """
-    name = judge + ON_UNPERTURBED if unperturbed else judge
-    todo = [run for run in runs if name not in run.labels.judges]
+    names = {judge: False} | ({judge + ON_UNPERTURBED: True} if unperturbed else {})
+    todo = [(run, name) for name in names for run in runs if name not in run.labels.judges]
     own, ours = first.labels.record("judgements", judge).get("identity", {}), builtin_judge()
     if todo and identity_hash(own) != identity_hash(ours.identity):
-        against = " against the unchanged responses" if unperturbed else ""
         commands = " and ".join(
             f"ia-mech judge run {shell_word(run.path)} --name {name}"
-            + (" --unperturbed" if unperturbed else "")
-            for run in todo
+            + " --unperturbed" * names[name]
+            for run, name in todo
         )
+        lacking = " and ".join(dict.fromkeys(str(run.path) for run, _ in todo))
         raise UserError(
-            f"{' and '.join(str(run.path) for run in todo)}: not judged by {judge!r}{against}",
+            f"{lacking}: not judged by {judge!r}",
             f"run {commands} with the flags that judged {first.path}, then this command again",
         )
-    for run in todo:
-        label_run(run, ours, name, Bar(), unperturbed=unperturbed)
+    for run, name in todo:
+        label_run(run, ours, name, Bar(), unperturbed=names[name])
 
 
 def verdicts_of(runs: Sequence[Run], judge: str | None) -> JudgedTurns:

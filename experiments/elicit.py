@@ -34,7 +34,6 @@ from experiments.outcome import EXCESS
 from experiments.shown import only
 from ia_mech.estimates import ALL, TidyEstimate
 from ia_mech.models.embedded import NAME
-from ia_mech.run import Run
 from ia_mech.settings import Settings
 from ia_mech.stats import cluster_bootstrap
 
@@ -52,12 +51,6 @@ def arm_name(temperature: float, way: str = "") -> str:
     """``greedy``, ``T = 0.7``, ``prompt, greedy``, …"""
     plain = GREEDY if temperature == 0 else f"T = {temperature:g}"
     return f"{way}, {plain}" if way else plain
-
-
-def biased(run: Run) -> str:
-    """What has to be said of the default opening on the model that its words were found on."""
-    here = run.model["name"] == NAME
-    return " The opening was found on this very model: it adds too much here." if here else ""
 
 
 class Elicit(Arms):
@@ -130,8 +123,8 @@ class Elicit(Arms):
             "taken off. No way of asking is chosen on the queries that it is reported on. "
             f"{self.gate.short}."
         )
-        if self.args.opening == OPENING:
-            control += biased(self.runs[0])
+        if self.args.opening == OPENING and self.runs[0].model["name"] == NAME:
+            control += " The opening was found on this very model: it adds too much here."
         return Conclusion(sentence, control)
 
 

@@ -46,7 +46,7 @@ class Arms(Experiment):
         by: the columns that name an arm.
         less: words → what differs in the name of the arm that is subtracted.
         shares: quantities of which each value is a share of turns, or a turn's 0 or 1.
-        unperturbed: the judge is shown turns after the responses as they were before a change.
+        unperturbed: what counts are turns shown after the responses as they were before a change.
         controls: terms that the sentence leaves to the control.
         title, legend, more: of the table of rates, the legend's last sentences, further columns.
         words: terms, as tables and figures show them.
@@ -85,9 +85,7 @@ class Arms(Experiment):
     def rows(self) -> pd.DataFrame:
         """Rates of all arms (:func:`experiments.outcome.rates_of`), with the arms' names."""
         arms = list(self.compared())
-        judge, found = self.judge_arms(), []
-        if self.unperturbed:
-            self.judge_arms(unperturbed=True)
+        judge, found = self.judge_arms(unperturbed=self.unperturbed), []
         for names, runs in arms:
             changed = self.unperturbed and runs is not self.runs
             judged = verdicts_of(runs, judge + ON_UNPERTURBED * changed)

@@ -25,7 +25,6 @@ minutes on two cores).
 import argparse
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -52,7 +51,7 @@ from ia_mech.estimates import (
 from ia_mech.judge.decoys import WRONG
 from ia_mech.judge.rubric import FOLLOW_UP
 from ia_mech.rates.compute import MIN_ANNOTATED, MIN_ANNOTATED_SOURCES
-from ia_mech.rates.load import NO_ANNOTATOR, choose_annotator, read_runs, unlabelled
+from ia_mech.rates.load import choose_annotator, read_runs, unlabelled
 from ia_mech.results import SHARE as AS_SHARE
 from ia_mech.results import Table
 from ia_mech.run import Run
@@ -62,9 +61,8 @@ from ia_mech.stats import corrected_labels, corrected_mean
 
 TURNS = "turns"  # the arm
 GREEDY, FIRST, WHOLE = DECODINGS = ("greedy", "first token drawn", "all tokens drawn")
-COUNTED = "first token, by turns"  # of the run
 SHARE, RATE, AFTER_WRONG = "share", "follow-ups", "after a wrong conversation"
-REST, MODE, LESS = "not covered", "probability of greedy's first token", " minus greedy's"
+REST, LESS = "not covered", " minus greedy's"
 HELD = "share of the rise"  # that the first token holds
 EVERY, NONE, IS = "all conversations", "greedy turn is none", "greedy turn is a follow-up"
 CARRIED, PROBABILITY = "adds to the follow-up mass", "mean probability"
@@ -143,8 +141,8 @@ def by_annotator(turns: pd.DataFrame) -> pd.DataFrame:
 def masses(tokens: pd.DataFrame) -> pd.DataFrame:
     """A row per context of :func:`first_tokens`: ``dataset``, ``source``, ``context_id``;
     ``first token drawn share``, its follow-up mass, and with the names of :data:`DECODINGS` what
-    else there is of it and of greedy turns; :data:`REST`, the probability of tokens without an
-    assessed turn; and :data:`MODE`."""
+    else there is of it and of greedy turns; and :data:`REST`, the probability of tokens without an
+    assessed turn."""
     by = tokens.groupby("context_id", sort=False)
     found = by[["dataset", "source"]].first()
     likeliest = tokens[tokens["greedy"]].set_index("context_id")
@@ -161,7 +159,6 @@ def masses(tokens: pd.DataFrame) -> pd.DataFrame:
     # Of turns that weren't assessed after a wrong conversation nothing is known, either.
     wrong = found[f"{FIRST} {AFTER_WRONG}"] * covered / shown.where(shown > 0)
     found[f"{FIRST} {AFTER_WRONG}"] = wrong.clip(upper=1)
-    found[MODE] = likeliest["p"]
     if NOTED in tokens:
         found[f"{FIRST} {NOTED}"], found[f"{GREEDY} {NOTED}"] = by[NOTED].any(), likeliest[NOTED]
     return found.reset_index()
@@ -264,20 +261,17 @@ class Mass(Experiment):
         self.corrected_by, self.labels = name, int(turns["truth"].notna().sum())
         return name
 
-    def drawn_turns(self, contexts: pd.Series, drawn: int | None, by: str = "") -> pd.DataFrame:
-        """The run's turns at the temperature after some contexts, of which so many tokens were
-        drawn (None: all): ``context_id``, ``source``, ``sample``, :data:`SHARE`, :data:`IN_ROLE`.
-        There may be none; nor are there any that are :data:`CORRECTED` (``by``), with
-        :data:`NOTED`, unless enough of them have labels of the same annotator."""
+    def drawn_turns(self, contexts: pd.Series, by: str) -> pd.DataFrame:
+        """The run's turns at the temperature after some contexts: ``context_id``, ``source``,
+        ``sample``, :data:`SHARE`, :data:`IN_ROLE`. There may be none; nor are there any that are
+        :data:`CORRECTED` (``by``), with :data:`NOTED`, unless enough of them have labels of the
+        same annotator."""
         turns = self.verdicts.turns
         none = turns.iloc[:0].assign(**{SHARE: np.nan, IN_ROLE: np.nan, NOTED: False})
-        if drawn is not None and drawn not in self.runs[0].settings["drawn_tokens"]:
-            return none
-        who = self.corrected_by if by else NO_ANNOTATOR
-        if drawn is not None or by:
-            if by and any(who not in run.labels.annotators for run in self.runs):
+        if by:
+            if any(self.corrected_by not in run.labels.annotators for run in self.runs):
                 return none
-            turns = read_runs(self.runs, self.gate.judge, who, drawn_tokens=drawn).turns
+            turns = read_runs(self.runs, self.gate.judge, self.corrected_by).turns
         here = (turns["temperature"] == self.args.temperature) & turns["context_id"].isin(contexts)
         turns = turns[here].astype({"context_id": object, "source": object})
         turns = turns.join(parts_of(turns, FOLLOW_UP)[[SHARE, IN_ROLE]])
@@ -304,11 +298,10 @@ class Mass(Experiment):
     ) -> Iterator[TidyEstimate]:
         """Of the masses of contexts, which are :data:`CORRECTED` if ``by`` says so. What their
         greedy turns are, the judge says in any case (``judged``)."""
-        whole = self.drawn_turns(each["context_id"], None, by).groupby("context_id")
+        whole = self.drawn_turns(each["context_id"], by).groupby("context_id")
         names = [SHARE, IN_ROLE] + [NOTED] * bool(by)
         whole = whole[names].mean().reindex(each["context_id"])
         each[[f"{WHOLE} {name}" for name in names]] = whole.to_numpy(float)
-        counted = self.drawn_turns(each["context_id"], 1, by)
         for dataset, here in by_dataset(each):
             greedy = judged[f"{GREEDY} {SHARE}"]
             for term, kept in ((EVERY, greedy.notna()), (NONE, greedy == 0), (IS, greedy == 1)):
@@ -319,17 +312,11 @@ class Mass(Experiment):
                 yield from self._decodings(own, group, by)
                 if term == EVERY:
                     yield from self._differences(own, group, by)
-                turns = counted[counted["context_id"].isin(own["context_id"])]
-                if turns[SHARE].notna().any():
-                    group = replace(group, sources=turns["source"])
-                    noted = turns[NOTED] if by else None
-                    parts = turns[SHARE], turns[IN_ROLE], noted
-                    yield from in_parts(group, *parts, decoding=f"{COUNTED}{by}")
 
     def _decodings(self, own: pd.DataFrame, group: Group, by: str) -> Iterator[TidyEstimate]:
         """Follow-ups and their two parts, by how much of a turn is drawn."""
-        for quantity in (REST, MODE) if not by else ():
-            yield group.mean(quantity, own[quantity], least=0, most=1, decoding=FIRST)
+        if not by:
+            yield group.mean(REST, own[REST], least=0, most=1, decoding=FIRST)
         for decoding in DECODINGS:
             share = own[f"{decoding} {SHARE}"]
             if share.notna().any():
@@ -411,8 +398,6 @@ class Mass(Experiment):
         }
         every, t = found[found["term"] == EVERY], f"T = {self.args.temperature:g}"
         title = f"follow-ups by how much of a turn is drawn at {t}"
-        counted = f" {COUNTED}: the run's own, which are counted in place of conversations."
-        of_run = counted if (every["decoding"] == COUNTED).any() else ""
         whole = tables_of(
             f"{title} ({self.intervals})",
             every,
@@ -422,7 +407,7 @@ class Mass(Experiment):
             legend=f"{FIRST}: the follow-up mass, to which what is not covered may add. Its minus "
             "greedy is that of mass / covered, so it isn't the difference of two lines. Once in "
             "role: follow-ups by turns that neither repeat "
-            "the conversation nor speak as the assistant." + of_run + self._by,
+            "the conversation nor speak as the assistant." + self._by,
         )
         return [
             *whole[:1],
@@ -492,8 +477,6 @@ class Mass(Experiment):
             words += f", with all tokens drawn {all_drawn}"
             words += f"; the first token's share of the difference: {said(HELD, FIRST, AS_SHARE)}"
         control = f"{self.gate.short}."
-        if counted := said(RATE, COUNTED):
-            control = f"Of the run's own turns with one drawn token {counted} are. {control}"
         if floor := said(AFTER_WRONG, FIRST, by=""):
             whose = " by the judge" if by else ""
             control = f"After a wrong conversation the follow-up mass{whose} is {floor}. {control}"

@@ -35,10 +35,11 @@ from experiments.experiment import Conclusion, flag
 from experiments.judged import Arms
 from experiments.outcome import IN_ROLE, RATE
 from experiments.shown import Bars, Drawing, only, tables_of
-from ia_mech.cli import above_zero, whole_from
+from ia_mech.cli import whole_from
 from ia_mech.data.conversations import UNPERTURBED, UNPERTURBED_RESPONSE, USER_HEADER, Conversation
 from ia_mech.errors import UserError
 from ia_mech.estimates import TidyEstimate, all_datasets, shown_changes
+from ia_mech.judge.judging import ON_UNPERTURBED
 from ia_mech.rates.evidence import FITS_ORIGINAL, UNCHANGED
 from ia_mech.results import Table
 from ia_mech.run.queries import Query, queries_of
@@ -140,36 +141,27 @@ class Perturbations(Arms):
     less: ClassVar = {MINUS: {"term": UNPERTURBED}}
     words = NAMES
     title = "follow-ups to the unchanged response"
-    legend = "The judge is shown the unchanged response, whatever the model was given."
+    legend = (
+        "The judge is shown the unchanged response, whatever the model was given: these labels of "
+        f"new turns have the judge's name with {ON_UNPERTURBED} at its end."
+    )
 
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
-        turns = "turns per temperature, of those that the run has"
+        turns = "turns of the lowest temperature, of those that the run has"
         flag(parser, "--samples", whole_from(1), 4, turns, metavar="N")
-        of = "of sampled turns, of those that the run has (default: the lowest)"
-        flag(parser, "--temperatures", above_zero, None, of, nargs="+", metavar="T")
         of, every = f"changes to make, of {', '.join(CONDITIONS)} (default: all)", list(CONDITIONS)
         how: dict[str, Any] = {"nargs": "+", "choices": every, "metavar": "NAME"}
         parser.add_argument("--conditions", default=every, help=of, **how)
 
     # -- sampled ----------------------------------------------------------------------------------
 
-    def read(self) -> None:
-        had = self.runs[0].settings["temperatures"]
-        if lacking := [t for t in self.args.temperatures or [] if t not in had]:
-            has = " ".join(f"{t:g}" for t in had) or "greedy turns alone"
-            raise UserError(
-                f"--temperatures {' '.join(f'{t:g}' for t in lacking)}: {self.runs[0].path} has "
-                f"{has}",
-                "give temperatures of the run",
-            )
-
     @property
     def decoding(self) -> dict[str, Any]:
-        """The temperatures and samples of the runs that are used."""
+        """The temperature and the samples of the runs that are used."""
         of = self.runs[0].settings
-        some = self.args.temperatures or sorted(of["temperatures"])[:1]
-        return {"temperatures": tuple(some), "samples": min(self.args.samples, of["samples"])}
+        lowest = tuple(sorted(of["temperatures"])[:1])
+        return {"temperatures": lowest, "samples": min(self.args.samples, of["samples"])}
 
     @cached_property
     def contexts(self) -> pd.DataFrame:

@@ -80,7 +80,8 @@ def too_few(queries: int, comparisons: int = 1) -> str:
     needed = queries_needed(comparisons)
     if queries >= needed:
         return ""
-    which = f"none of {comparisons} differences" if comparisons > 1 else "no difference"
+    alike = f"none of {comparisons} differences that are corrected together"
+    which = alike if comparisons > 1 else "no difference"
     return f"with {queries}, {which} can be shown, however large; that takes at least {needed}"
 
 
@@ -96,10 +97,16 @@ def estimates_of(
 ) -> pd.DataFrame:
     """Estimates as a table (:func:`ia_mech.estimates.frame_of`), with what each could have shown.
 
-    The column ``detectable`` is :func:`smallest_effect`.
+    The column ``detectable`` is :func:`smallest_effect`, infinite where a test that flips signs has
+    too few queries to show anything (:func:`queries_needed`).
     """
-    found = frame_of(estimates, names)
-    return found.assign(detectable=smallest_effect(found, level))
+    rows = list(estimates)
+    found = frame_of(rows, names)
+    none = [
+        "sign flip" in (row.test or "") and row.estimate.sources < queries_needed(row.together)
+        for row in rows
+    ]
+    return found.assign(detectable=smallest_effect(found, level).mask(none, np.inf))
 
 
 def tables_of(

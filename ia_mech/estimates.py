@@ -60,6 +60,7 @@ class TidyEstimate:
     p: float = np.nan  # p value of a difference of 0; NaN where nothing was tested
     test: str | None = None  # the test of p, as :class:`ia_mech.stats.Difference` names it
     p_holm: float = np.nan  # by :func:`holm_corrected`
+    together: int = 1  # how many tests p_holm is corrected for
 
 
 @dataclass(frozen=True)
@@ -163,11 +164,11 @@ def holm_corrected(
     """The rows with ``p_holm``, Holm-corrected over all tests of the same family."""
     rows = list(rows)
     families = [family(row) if not np.isnan(row.p) else None for row in rows]
-    adjusted = np.full(len(rows), np.nan)
     for name in set(families) - {None}:
         at = [i for i, of in enumerate(families) if of == name]
-        adjusted[at] = holm([rows[i].p for i in at])
-    return [replace(row, p_holm=float(p)) for row, p in zip(rows, adjusted, strict=True)]
+        for i, p in zip(at, holm([rows[i].p for i in at]), strict=True):
+            rows[i] = replace(rows[i], p_holm=float(p), together=len(at))
+    return rows
 
 
 def frame_of(

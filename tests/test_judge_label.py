@@ -304,6 +304,13 @@ def test_verdicts_of_the_same_built_in_judge_stay_as_they_are(label, run):
     assert again(replace=True) == again(decoys=1) == ["judged"]
 
 
+def test_a_judge_that_labels_twice_is_loaded_once(label):
+    judge, progress = judge_package.builtin_judge(), Recorded()
+    for name in ("one", "two"):
+        label(judge, name, progress)
+    assert sum("loading the judge" in line for line in progress.lines) == 1
+
+
 def test_a_judge_whose_module_has_no_name_is_the_user_s(label):
     """As of code that was executed with globals of its own."""
     judge = FakeJudge()

@@ -20,13 +20,15 @@ from runs import rewritten, sampled, unfinished, with_settings
 from shell import call, refusal
 
 from experiments import mass
-from experiments.mass import COUNTED, FIRST, GREEDY, LESS, MODE, RATE, REST, SHARE, WHOLE
+from experiments.mass import FIRST, GREEDY, LESS, RATE, REST, SHARE, WHOLE
 from experiments.outcome import IN_ROLE, ONCE_IN_ROLE
 from ia_mech.judge.judging import label_run
 from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, FOLLOW_UP, OUT_OF_ROLE
 from ia_mech.judge.sheets import export_sheet, import_sheet, write_sheet
 from ia_mech.judge.verdict import Verdict
 from ia_mech.models.load import ModelSpec, Subject, weights_hash
+from ia_mech.rates.compute import rates
+from ia_mech.rates.load import read_runs
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 from ia_mech.settings import Settings
@@ -105,7 +107,7 @@ def slow(used, placed, out) -> pd.DataFrame:
             row["turns"][token] = turn
             kind = kind_of(texts[tuple(turn)])
             if not totals["assessed"] and held == 0:
-                row |= {f"{GREEDY} {SHARE}": float(kind == FOLLOW_UP), MODE: p[token].item()}
+                row[f"{GREEDY} {SHARE}"] = float(kind == FOLLOW_UP)
             totals[SHARE] += p[token].item() * (kind == FOLLOW_UP)
             totals["assessed"] += p[token].item() * (kind in ASSESSED)
             totals[IN_ROLE] += p[token].item() * (kind in ASSESSED and kind not in OUT_OF_ROLE)
@@ -120,7 +122,7 @@ def slow(used, placed, out) -> pd.DataFrame:
 def test_each_context_s_mass_is_the_sum_over_its_first_tokens(out, slow):
     found = pd.read_parquet(out / "contexts.parquet").set_index("context_id")
     assert set(found.index) == set(slow.index)
-    for name in (f"{FIRST} {SHARE}", f"{FIRST} {IN_ROLE}", REST, MODE):
+    for name in (f"{FIRST} {SHARE}", f"{FIRST} {IN_ROLE}", REST):
         wanted = slow[name].reindex(found.index).to_numpy(float)
         np.testing.assert_allclose(found[name].to_numpy(float), wanted, atol=1e-3, err_msg=name)
     assert (slow[REST] > 1 - COVERED).any()  # some turns can't be assessed
@@ -222,7 +224,7 @@ def mass_of(stratum: str) -> tuple[float, float]:
 
 
 def test_turns_with_one_drawn_token_are_those_and_as_often_follow_ups(used, out, slow):
-    turns = used.generations
+    turns, drawn = used.generations, read_runs([used], "by_text", drawn_tokens=1).turns
     turns = turns[(turns["temperature"] > 0) & (turns["drawn_tokens"] == 1)]
     named = Run.open(out / mass.TURNS / "run").generations
     named = named[named["temperature"] > 0]
@@ -235,15 +237,10 @@ def test_turns_with_one_drawn_token_are_those_and_as_often_follow_ups(used, out,
                 assert [*one.token_ids] == known
                 checked += 1
     assert checked > len(turns)
-    counted, held, rest = (
-        estimate(out, name, decoding)["value"]
-        for name, decoding in ((RATE, COUNTED), (RATE, FIRST), (REST, FIRST))
-    )
+    (counted,) = rates(drawn[drawn["temperature"] > 0])
+    held, rest = (estimate(out, name, FIRST)["value"] for name in (RATE, REST))
     error = 3 * 0.5 / np.sqrt(len(turns))
-    assert held - error < counted < held + rest + error
-    assert "Of the run's own turns with one drawn token" in json.loads(
-        (out / "result.json").read_text()
-    )["control"]  # fmt: skip
+    assert held - error < counted.estimate.value < held + rest + error
 
 
 def test_a_dry_run_says_how_many_turns_there_are(used, placed, tmp_path, capfd):

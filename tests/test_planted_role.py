@@ -18,7 +18,7 @@ from runs import sampled
 from tiny import blank
 
 from experiments import mass, study
-from experiments.mass import COUNTED, FIRST, GREEDY, HELD, RATE, REST, WHOLE
+from experiments.mass import FIRST, GREEDY, HELD, RATE, REST, WHOLE
 from experiments.outcome import IN_ROLE, ONCE_IN_ROLE
 from ia_mech.estimates import all_datasets
 from ia_mech.judge.judging import label_run
@@ -130,7 +130,6 @@ def test_the_follow_up_mass_says_what_the_first_token_decides(made):
             once = value(made.found, ONCE_IN_ROLE, decoding)
             assert once == pytest.approx(follow_ups[number] / role[number], abs=ERROR)
     assert value(made.found, REST, FIRST) == pytest.approx(0, abs=1e-4)
-    assert value(made.found, RATE, COUNTED) == pytest.approx(follow_ups[1], abs=ERROR)
     assert value(made.found, HELD, FIRST) == pytest.approx(held, abs=0.15)
 
 

@@ -112,7 +112,7 @@ def judge_items(
                 "not requested again: allow more tokens (--param), which makes another judge"
             )
         if missing:
-            if not (judge.paid or _is_own(judge)):
+            if not (judge.paid or judge.prepared or _is_own(judge)):
                 progress.say("loading the judge …")
             with faults_named(judge):
                 judge.prepare()

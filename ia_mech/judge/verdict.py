@@ -103,6 +103,7 @@ class Judge:
         batch: how many items :meth:`judge` is given at a time, at most.
         concurrency: how many threads call :meth:`judge` at a time.
         ended: set when no further verdict is wanted, so that no thread waits any longer.
+        prepared: whether it holds already what :meth:`prepare` gets.
     """
 
     identity: dict[str, Any]
@@ -112,6 +113,7 @@ class Judge:
     batch = 1
     concurrency = 1
     ended = threading.Event()
+    prepared = False
 
     def prepare(self) -> None:
         """Get what judging needs, such as files to download. It is called before any progress is

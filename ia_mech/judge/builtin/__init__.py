@@ -109,6 +109,7 @@ class BuiltInJudge(Judge):
 
     def prepare(self) -> None:
         _ = self.encoder
+        self.prepared = True
 
     def fitted_on(self, items: Sequence[Item]) -> list[bool]:
         return [int(item.id, 16) in self._fitted for item in items]
