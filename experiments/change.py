@@ -192,6 +192,7 @@ OWN = "own context"
 HEADER, AFTER_RESPONSE, RESPONSE, QUERY = "header", "after the response", "response", "query"
 STATE = "recurrent state"
 RESPONSE_AND_HEADER, RESPONSE_AND_STATE = "response and header", "response and state"
+QUERY_AND_RESPONSE = "query and response"  # with the state, all that is before what follows
 HEADER_AND_STATE, ALL_THREE = "header and state", "response, header and state"
 SITES = (HEADER, AFTER_RESPONSE, RESPONSE, QUERY)
 OF_RECURRENT = (STATE, RESPONSE_AND_HEADER, RESPONSE_AND_STATE, HEADER_AND_STATE, ALL_THREE)
@@ -206,6 +207,7 @@ DONATED = {  # the parts of a site
     RESPONSE_AND_STATE: {1, 4},
     HEADER_AND_STATE: {3, 4},
     ALL_THREE: {1, 3, 4},
+    QUERY_AND_RESPONSE: {0, 1, 4},
     OWN: {0, 1, 2, 3, 4},
 }
 
@@ -303,24 +305,22 @@ class Splice:
 
     site: str
 
-    def _pieces(self, own: tuple[int, Sequence[int]], other: tuple[int, Sequence[int]]) -> tuple:
-        from ia_mech.engine.splice import Piece
+    def hybrid(self, own: tuple[int, Sequence[int]], other: tuple[int, Sequence[int]]) -> "Hybrid":
+        """Of recipient and donor, each with its number, and where its parts begin and end."""
+        from ia_mech.engine.splice import Hybrid, Piece
 
         found = []
-        for number in range(4):
+        for number in range(len(own[1]) - 1):
             which, edges = other if number in DONATED[self.site] else own
             found.append(Piece(which, *edges[number : number + 2]))
-        return tuple(found)
+        return Hybrid(own[0], tuple(found), (other if 4 in DONATED[self.site] else own)[0])
 
     def laid(self, of: Passes, pairs: Pairs) -> Laid:
         from ia_mech.engine.score import Turn
-        from ia_mech.engine.splice import Hybrid, spliced
+        from ia_mech.engine.splice import spliced
 
         each = [(number, of.unit.edges(number)) for number in range(len(of.unit.contexts))]
-        hybrids = [
-            Hybrid(d, self._pieces(each[d], each[j]), j if 4 in DONATED[self.site] else d)
-            for d, j in pairs
-        ]
+        hybrids = [self.hybrid(each[d], each[j]) for d, j in pairs]
         return Laid([spliced(of.whole, hybrids)], Turn)
 
     def sampled(self, context: "ChatContext", donor: Given) -> Any:
@@ -328,8 +328,9 @@ class Splice:
         from ia_mech.engine.splice import Foreign
 
         given = donor.context()
-        own, other = (0, edges_of(context)), (1, edges_of(given))
-        return Foreign(tuple(given.ids), self._pieces(own, other), int(4 in DONATED[self.site]))
+        made = self.hybrid((0, edges_of(context)), (1, edges_of(given)))
+        assert made.state is not None
+        return Foreign(tuple(given.ids), made.pieces, made.state)
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ from experiments.control import FIRST
 from experiments.experiment import flag
 from experiments.grid import BY_BITS, BY_FOLLOW_UPS, BY_MASS, FollowUps, Grid
 from experiments.locate import Bits
-from experiments.moved_mass import MovedMass
+from experiments.moved_mass import MovedByStates
 from ia_mech.cli import whole_from
 from ia_mech.errors import UserError
 from ia_mech.run.tokens import COMPONENTS, RESID
@@ -70,7 +70,7 @@ class Interchange(Grid):
     outcomes: ClassVar = {
         BY_FOLLOW_UPS: FollowUps,
         BY_BITS: Bits,
-        BY_MASS: MovedMass,
+        BY_MASS: MovedByStates,
     }
 
     @classmethod

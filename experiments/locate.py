@@ -35,10 +35,15 @@ With --outcome follow-up, turns are sampled after a recipient with one site of a
 context: of one with many follow-ups, and of one with few, as in ia-mech interchange. They are kept,
 and judged.
 
+With --outcome mass nothing is drawn. Query, response, or both are another query's, what follows is
+computed anew, and the follow-up mass is that of ia-mech mass, which it takes before. With both it
+is the donor's own, by construction. Cost: five prefills a query.
+
     ia-mech locate cache/RUN
     ia-mech locate cache/RUN --queries 20 --maps             # whole sites alone
     ia-mech locate cache/RUN --recipients 1 --maps windows   # a larger model
     ia-mech locate cache/RUN --outcome follow-up             # a judged run with 16 samples
+    ia-mech locate cache/RUN --outcome mass                  # after ia-mech mass cache/RUN
 """
 
 import argparse
@@ -79,9 +84,11 @@ from experiments.experiment import Conclusion, flag
 from experiments.grid import (
     BY_BITS,
     BY_FOLLOW_UPS,
+    BY_MASS,
     FollowUps,
     Grid,
 )
+from experiments.moved_by_sites import MovedBySites, sites_of
 from experiments.outcome import (
     LEAST_QUERIES,
     WRITTEN_AFTER,
@@ -492,7 +499,7 @@ class Bits(Grid):
 class Locate(Grid):
     name = "locate"
     whole = WHOLE_SITES
-    outcomes: ClassVar = {BY_BITS: Bits, BY_FOLLOW_UPS: FollowUps}
+    outcomes: ClassVar = {BY_BITS: Bits, BY_FOLLOW_UPS: FollowUps, BY_MASS: MovedBySites}
 
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
@@ -507,6 +514,8 @@ class Locate(Grid):
         recurrent = not RECURRENT.isdisjoint(layer_kinds(self.config))
         if self.args.outcome == BY_FOLLOW_UPS:
             return [Cell(site, Splice(site)) for site in (WHOLE_SITES if recurrent else SITES)]
+        if self.args.outcome == BY_MASS:
+            return [Cell(site, Splice(site)) for site in sites_of(recurrent)]
         if recurrent and BLOCKS in self.args.maps:
             name = self.runs[0].model["name"]
             raise UserError(

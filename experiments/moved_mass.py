@@ -1,8 +1,8 @@
-"""How far the follow-up mass of a context moves with states of another one.
+"""How far the follow-up mass of a context moves with states or sites of another one.
 
 The recipient is a context whose greedy turn isn't a follow-up. Its openings are its own likeliest
-first tokens, each judged by its greedy continuation (:mod:`experiments.mass`). Under a donor's
-states the mass is the probability of those openings whose turn is a follow-up. Nothing is drawn.
+first tokens, each judged by its greedy continuation (:mod:`experiments.mass`). With a part of a
+donor the mass is the probability of those openings whose turn is a follow-up. Nothing is drawn.
 What a token opens is taken from the recipient as it is. Donors are contexts of other queries: one
 with a high mass of its own, one with a low one, and two with equal masses.
 
@@ -11,7 +11,7 @@ MLP adds to the stream is a single addition, which later layers read as they rea
 ``ia-mech capture`` keeps these, and they are put in by layer, and in all of these layers together.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -56,7 +56,57 @@ Place = tuple[str, int, tuple[int, ...]]  # component, layer, tokens
 
 
 @dataclass(frozen=True)
-class MassUnder(Unit):
+class OfOpenings(Unit):
+    """A recipient of which something is a donor's.
+
+    Attributes:
+        openings: ids of first tokens.
+        labels: of each, whether its turn is a follow-up and whether it is in role.
+        temperature: of the first token.
+    """
+
+    openings: list[int]
+    labels: list[tuple[float, float]]
+    temperature: float
+
+    def masses(
+        self,
+        cells: list[tuple[str, int]],
+        plain: "Tensor",
+        own: "Tensor",
+        under: Iterable["Tensor"],
+    ) -> pd.DataFrame:
+        """A row per cell: the follow-up mass, that in role, and the openings' probability, with
+        each donor's part and unchanged.
+
+        Args:
+            cells: term and layer of each.
+            plain, own: ``[cells, vocab]`` logits of the recipient, and those with its own part put
+                where it was.
+            under: those with each donor's part.
+
+        Raises:
+            UserError: the recipient's own part changes a bit.
+        """
+        import torch
+
+        if not torch.equal(own, plain):
+            raise UserError(
+                "a context's own states, put where they were, change what is computed: "
+                "this model can't be measured so",
+                "report it with the model's name",
+            )
+        labels = np.column_stack([np.array(self.labels), np.ones(len(self.openings))])
+        table = pd.DataFrame(cells, columns=CELL)
+        for arm, logits in zip(("unchanged", *ARMS), (plain, *under), strict=True):
+            p = (logits.cpu() / self.temperature).softmax(-1)[:, self.openings]
+            mass = (p.double().numpy() @ labels).clip(0, 1)
+            table[[arm, f"{IN_ROLE} {arm}", f"{COVERED} {arm}"]] = mass
+        return table
+
+
+@dataclass(frozen=True)
+class MassUnder(OfOpenings):
     """A recipient under states of its donors.
 
     Attributes:
@@ -65,26 +115,14 @@ class MassUnder(Unit):
         cells: term and layer of each, and its places, whose tokens are counted from the tail's
             first.
         states: of each cell, ``[donors, places, tokens, d_model]``.
-        openings: ids of first tokens.
-        labels: of each, whether its turn is a follow-up and whether it is in role.
-        temperature: of the first token.
     """
 
     context: tuple[int, ...]
     tail: int
     cells: list[tuple[str, int, list[Place]]]
     states: list[np.ndarray]
-    openings: list[int]
-    labels: list[tuple[float, float]]
-    temperature: float
 
     def rows(self, model: Model) -> pd.DataFrame:
-        """A row per cell: the follow-up mass, that in role, and the openings' probability, under
-        each donor's states and unchanged.
-
-        Raises:
-            UserError: the recipient's own states, put where they were, change a bit.
-        """
         import torch
 
         from ia_mech.engine.components import hook_branches, keeping
@@ -94,8 +132,6 @@ class MassUnder(Unit):
         from ia_mech.engine.state import Prefix, copied_bytes, expand, forward, prefill
 
         subject, begin = model.subject.model, len(self.context) - self.tail
-        labels = np.column_stack([np.array(self.labels), np.ones(len(self.openings))])
-
         if any(place[0] != RESID for *_, places in self.cells for place in places):
             hook_branches(subject)
 
@@ -122,10 +158,6 @@ class MassUnder(Unit):
                 for (*_, places), those in zip(cells, states, strict=True)
             ]
 
-        def masses(logits: Any) -> np.ndarray:
-            p = (logits / self.temperature).softmax(-1)[:, self.openings]
-            return (p.double().numpy() @ labels).clip(0, 1)
-
         found = []
         with torch.inference_mode():
             group = prefill(subject, [Prefix(self.context[:begin])])
@@ -141,29 +173,33 @@ class MassUnder(Unit):
                     [own[component, layer][n, list(tokens)] for component, layer, tokens in places]
                     for n, (*_, places) in enumerate(cells)
                 ]
-                if not torch.equal(passed(put(cells, back))[0], plain):
-                    raise UserError(
-                        "a context's own states, put where they were, change what is computed: "
-                        "this model can't be measured so",
-                        "report it with the model's name",
-                    )
-                under = {"unchanged": masses(plain)}
-                for number, arm in enumerate(ARMS):
-                    each = [torch.from_numpy(of_cell[number]) for of_cell in states]
-                    under[arm] = masses(passed(put(cells, each))[0])
-                table = pd.DataFrame([cell[:2] for cell in cells], columns=["term", "layer"])
-                for arm, values in under.items():
-                    table[[arm, f"{IN_ROLE} {arm}", f"{COVERED} {arm}"]] = values
-                found.append(table)
+                donated = (map(torch.from_numpy, of_arm) for of_arm in zip(*states, strict=True))
+                under = (passed(put(cells, list(one)))[0] for one in donated)
+                named = [cell[:2] for cell in cells]
+                found.append(self.masses(named, plain, passed(put(cells, back))[0], under))
         return pd.concat(found, ignore_index=True)
 
 
 class MovedMass(FollowUps):
-    """How far the follow-up mass moves with states of donors. Its ``contexts`` are all that have a
-    mass."""
+    """How far the follow-up mass moves with parts of donors. Its ``contexts`` are all that have a
+    mass.
 
-    flags: ClassVar[tuple[str, ...]] = ("component",)
-    measured, put = "the follow-up mass", "states"
+    Class attributes:
+        own: what is said of the recipient's own parts.
+    """
+
+    flags: ClassVar[tuple[str, ...]] = ()
+    measured = "the follow-up mass"
+    own: ClassVar[str]
+
+    @property
+    def ceiling(self) -> tuple[str, int]:
+        """Term and layer of the cell that makes the donor's own distribution by construction."""
+        raise NotImplementedError
+
+    def at_ceiling(self, rows: pd.DataFrame) -> pd.Series:
+        term, layer = self.ceiling
+        return (rows["term"] == term) & (rows["layer"].fillna(-1) == layer)
 
     # -- chosen -----------------------------------------------------------------------------------
 
@@ -190,7 +226,6 @@ class MovedMass(FollowUps):
     def read(self) -> None:
         """Choose recipients, and donors by their own masses."""
         Grid.read(self)
-        self.added = self._added()
         run = self.of_masses
         tokens = mass.first_tokens(run, self.gate.judge).dropna(subset=[SHARE])
         own, greedy = f"{mass.FIRST} {SHARE}", f"{mass.GREEDY} {SHARE}"
@@ -204,23 +239,6 @@ class MovedMass(FollowUps):
             f"{len(self.contexts)} conversations have a follow-up mass",
             "give a run of more queries, with its masses",
         )
-
-    def _added(self) -> "dict[int, Tensor]":
-        """By layer, what the component adds at the header's last token:
-        ``[contexts of all runs, d_model]``.
-
-        Raises:
-            UserError: it wasn't captured.
-        """
-        import torch
-
-        component = self.args.component
-        layers = [cell.layer for cell in self.cells() if cell.term != HEADER_LAST]
-        if component == RESID:
-            return {}
-        what = {"tokens": HEADER_END, "component": component}
-        each = torch.cat([run.residuals(layers, **what) for run in self.runs])
-        return dict(zip(layers, each.unbind(1), strict=True))
 
     def _as_they_are(self, masses: Run) -> set[str]:
         """The runs' contexts that have a mass.
@@ -244,6 +262,128 @@ class MovedMass(FollowUps):
 
     def arms(self) -> Mapping[str, Arm]:
         return {}
+
+    def openings_of(self, recipient: int) -> tuple[list[int], list[tuple[float, float]], float]:
+        """As in :class:`OfOpenings`."""
+        own = self.openings[self.contexts["context_id"][recipient]]
+        labels = list(own[[SHARE, IN_ROLE]].itertuples(index=False, name=None))
+        return own["token"].tolist(), labels, self.temperature
+
+    def rows(self) -> pd.DataFrame:
+        """A row per recipient and cell, as :func:`experiments.control.estimates` takes them;
+        ``own high`` and so on are the masses at the ceiling."""
+        table = self.measure_units(self.units(), f"follow-up mass under {self.put}")
+        for arm in ARMS:
+            role = table[f"{IN_ROLE} {arm}"]
+            table[f"{ONCE_IN_ROLE} {arm}"] = (table[arm] / role.where(role > 0)).clip(upper=1)
+        own = table[self.at_ceiling(table)]
+        about = self.about_donors(mass=CHOOSING)
+        about = about.join(own.set_index("source")[list(ARMS)].add_prefix("own "), on="source")
+        return table.merge(about, on="source", validate="many_to_one")
+
+    @property
+    def temperature(self) -> float:
+        (found,) = self.of_masses.settings["temperatures"]
+        return found
+
+    # -- estimated --------------------------------------------------------------------------------
+
+    def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
+        """Holm-corrected over cells, by quantity and dataset, without the ceiling and without what
+        is put in in all layers together."""
+
+        def trivial(row: TidyEstimate) -> bool:
+            return (row.names.get("term"), row.names.get("layer") or -1) == self.ceiling
+
+        def family(row: TidyEstimate) -> tuple:
+            return row.quantity, row.names["dataset"], trivial(row), row.names.get("layer") is None
+
+        found = [row for row in self.cell_estimates(rows) if row.quantity != DONORS]
+        for row in [row for row in found if row.quantity == MOVED and trivial(row)]:
+            names = {name: row.names[name] for name in row.names if name not in CELL}
+            found.append(replace(row, quantity=DONORS, names=names))
+        for dataset, here in by_dataset(rows):
+            each = rows[here].drop_duplicates("source")
+            own = Group(each["source"].to_numpy(), self.options, {"dataset": dataset})
+            found.append(own.mean(OWN_MASS, each[f"mass {HIGH}"] - each[f"mass {LOW}"]))
+            last = rows[here & self.at_ceiling(rows)]
+            held = {arm: last[arm] / last[f"{COVERED} {arm}"] for arm in (HIGH, LOW)}
+            queries = (last[name] for name in ("source", f"query {HIGH}", f"query {LOW}"))
+            test = dyadic_test(held[HIGH] - held[LOW], *queries, level=self.args.level)
+            own = Group(last["source"].to_numpy(), self.options, {"dataset": dataset})
+            found.append(own.row(OF_COVERED, test.difference, len(last), p=test.p, test=test.test))
+        return holm_corrected(found, family)
+
+    # -- shown ------------------------------------------------------------------------------------
+
+    @property
+    def legends(self) -> tuple[str, str]:
+        return (
+            "Paired by recipient, intervals over recipients' and donors' queries; p: "
+            "Holm-corrected over the other lines. In role: the mass of first tokens whose turn "
+            "stays in the user's role; once in role: the follow-up mass as a share of it. Covered: "
+            "the probability of the recipient's openings, without which a first token counts as "
+            "none.",
+            "Donors: their own distributions on the recipient's openings. By their own openings: "
+            "their masses, by which they were chosen. What isn't in the former isn't in the "
+            "probabilities of first tokens, but in what these open.",
+        )
+
+    def conclude(self, found: pd.DataFrame) -> Conclusion:
+        whole = all_datasets(found)
+        moved, equal = (
+            cells[~self.at_ceiling(cells)] for cells in (only(whole, MOVED), only(whole, EQUAL))
+        )
+        words = "the donors' own first tokens differ in follow-up mass by"
+        covered = only(whole, OF_COVERED)
+        said = [
+            self.tested(words, only(whole, DONORS), most=1),
+            self.tested("as a share of what is covered, that is", covered, most=1),
+            *self.said_of_cells(whole, moved),
+        ]
+        control = f"{self.said_of_equal('mass', equal)} {self.own} {self.gate.short}."
+        return Conclusion(" ".join(filter(None, said)), control.strip())
+
+    def said_of_cells(self, whole: pd.DataFrame, moved: pd.DataFrame) -> Iterator[str]:
+        """What cells move, of estimates of all datasets; ``moved`` are those but the ceiling's."""
+        raise NotImplementedError
+
+
+class MovedByStates(MovedMass):
+    """How far the follow-up mass moves with states of donors, or with what is added to them."""
+
+    flags: ClassVar[tuple[str, ...]] = ("component",)
+    put = "states"
+    own = "The recipient's own states change no bit."
+
+    @property
+    def ceiling(self) -> tuple[str, int]:
+        return HEADER_LAST, self.depth
+
+    @property
+    def depth(self) -> int:
+        return self.runs[0].model["layers"]
+
+    def read(self) -> None:
+        super().read()
+        self.added = self._added()
+
+    def _added(self) -> "dict[int, Tensor]":
+        """By layer, what the component adds at the header's last token:
+        ``[contexts of all runs, d_model]``.
+
+        Raises:
+            UserError: it wasn't captured.
+        """
+        import torch
+
+        component = self.args.component
+        layers = [cell.layer for cell in self.cells() if cell.term != HEADER_LAST]
+        if component == RESID:
+            return {}
+        what = {"tokens": HEADER_END, "component": component}
+        each = torch.cat([run.residuals(layers, **what) for run in self.runs])
+        return dict(zip(layers, each.unbind(1), strict=True))
 
     def units(self) -> Iterator[Unit]:
         cells = [(cell, cell.change) for cell in self.cells()]
@@ -271,100 +411,34 @@ class MovedMass(FollowUps):
                 term = f"{replaced[added[0]][0].term}, {TOGETHER}"
                 places.append((term, -1, [places[n][2][0] for n in added]))
                 states.append(np.concatenate([states[n] for n in added], axis=1))
-            openings = self.openings[recipient["context_id"]]
-            labels = list(openings[[SHARE, IN_ROLE]].itertuples(index=False, name=None))
             query, tail = self.contexts["source"][one["recipient"]], len(ids) - begin
             computed = begin + (2 + len(ARMS)) * len(cells) * tail
-            what = ids, tail, places, states, openings["token"].tolist(), labels
-            yield MassUnder(query, recipient["dataset"], computed, *what, self.temperature)
+            openings = self.openings_of(one["recipient"])
+            what = query, recipient["dataset"], computed, *openings
+            yield MassUnder(*what, ids, tail, places, states)
 
-    def rows(self) -> pd.DataFrame:
-        """A row per recipient and cell, as :func:`experiments.control.estimates` takes them.
-
-        ``own high`` and so on are the masses under the donor's state after the last layer: of the
-        donor's own distribution.
-        """
-        table = self.measure_units(self.units(), "follow-up mass under states")
-        for arm in ARMS:
-            role = table[f"{IN_ROLE} {arm}"]
-            table[f"{ONCE_IN_ROLE} {arm}"] = (table[arm] / role.where(role > 0)).clip(upper=1)
-        own = table[(table["term"] == HEADER_LAST) & (table["layer"] == self.depth)]
-        about = self.about_donors(mass=CHOOSING)
-        about = about.join(own.set_index("source")[list(ARMS)].add_prefix("own "), on="source")
-        return table.merge(about, on="source", validate="many_to_one")
-
-    @property
-    def temperature(self) -> float:
-        (found,) = self.of_masses.settings["temperatures"]
+    def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
+        """Also from which layer on the header's last state moves more than half."""
+        found, last = super().estimate(rows), rows["term"] == HEADER_LAST
+        for dataset, here in by_dataset(rows):
+            found += half_moved(rows[here & last], dataset, self.args.level)
         return found
 
     @property
-    def depth(self) -> int:
-        return self.runs[0].model["layers"]
-
-    # -- estimated --------------------------------------------------------------------------------
-
-    def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
-        """Holm-corrected over cells, by quantity and dataset, without the last layer's and without
-        what is put in in all layers together."""
-
-        def trivial(row: TidyEstimate) -> bool:
-            return (row.names.get("term"), row.names.get("layer")) == (HEADER_LAST, self.depth)
-
-        def family(row: TidyEstimate) -> tuple:
-            return row.quantity, row.names["dataset"], trivial(row), row.names.get("layer") is None
-
-        found = [row for row in self.cell_estimates(rows) if row.quantity != DONORS]
-        for row in [row for row in found if row.quantity == MOVED and trivial(row)]:
-            names = {name: row.names[name] for name in row.names if name not in CELL}
-            found.append(replace(row, quantity=DONORS, names=names))
-        for dataset, here in by_dataset(rows):
-            each = rows[here].drop_duplicates("source")
-            own = Group(each["source"].to_numpy(), self.options, {"dataset": dataset})
-            found.append(own.mean(OWN_MASS, each[f"mass {HIGH}"] - each[f"mass {LOW}"]))
-            last = rows[here & (rows["term"] == HEADER_LAST)]
-            found += half_moved(last, dataset, self.args.level)
-            last = last[last["layer"] == self.depth]
-            held = {arm: last[arm] / last[f"{COVERED} {arm}"] for arm in (HIGH, LOW)}
-            queries = (last[name] for name in ("source", f"query {HIGH}", f"query {LOW}"))
-            test = dyadic_test(held[HIGH] - held[LOW], *queries, level=self.args.level)
-            own = Group(last["source"].to_numpy(), self.options, {"dataset": dataset})
-            found.append(own.row(OF_COVERED, test.difference, len(last), p=test.p, test=test.test))
-        return holm_corrected(found, family)
-
-    # -- shown ------------------------------------------------------------------------------------
-
-    @property
     def legends(self) -> tuple[str, str]:
+        common, of_donors = super().legends
         return (
             f"{HEADER_LAST} after layer {self.depth}, the last one, is the donor's own "
             "distribution by construction: the others are held against it. attn, mlp: all but what "
             f"the layer's attention or MLP adds is the recipient's; {TOGETHER}: so in all layers "
             "of the table at once, which is corrected by itself (attn in all the model's layers "
-            "makes the donor's distribution, too). Paired by recipient, "
-            "intervals over recipients' and donors' queries; p: Holm-corrected over the other "
-            "lines. From here on more than half: the layers whose p is above "
-            f"{1 - self.args.level:.2g} are the confidence set. In role: the mass of first tokens "
-            "whose turn stays in the user's role; once in role: the follow-up mass as a share of "
-            "it. Covered: the probability of the recipient's openings, without which a first "
-            "token counts as none.",
-            "Donors: their own distributions on the recipient's openings. By their own openings: "
-            "their masses, by which they were chosen. What isn't in the former isn't in the "
-            "probabilities of first tokens, but in what these open.",
+            "makes the donor's distribution, too). From here on more than half: the layers whose p "
+            f"is above {1 - self.args.level:.2g} are the confidence set. {common}",
+            of_donors,
         )
 
-    def conclude(self, found: pd.DataFrame) -> Conclusion:
-        level, whole = self.args.level, all_datasets(found)
-        moved, equal = (
-            cells[(cells["term"] != HEADER_LAST) | (cells["layer"] != self.depth)]
-            for cells in (only(whole, MOVED), only(whole, EQUAL))
-        )
-        words = "the donors' own first tokens differ in follow-up mass by"
-        covered = only(whole, OF_COVERED)
-        said = [
-            self.tested(words, only(whole, DONORS), most=1),
-            self.tested("as a share of what is covered, that is", covered, most=1),
-        ]
+    def said_of_cells(self, whole: pd.DataFrame, moved: pd.DataFrame) -> Iterator[str]:
+        level, covered = self.args.level, only(whole, OF_COVERED)
         if len(half := only(whole, HALF)) and (covered["p_holm"] <= 1 - level).all():
             layers = half.loc[half["value"] > 1 - level, "layer"].tolist()
             last = only(whole, MOVED, term=HEADER_LAST).set_index("layer")["value"]
@@ -372,7 +446,7 @@ class MovedMass(FollowUps):
             first = int(above[::-1].cumprod()[::-1].idxmax())
             tried = spans(half["layer"].tolist())
             few = f"; only layers {tried} were tried" if len(half) < self.depth else ""
-            said.append(
+            yield (
                 f"More than half of that is moved by the header's last state from layer {first} "
                 f"of {self.depth} on ({100 * level:g}% confidence set: {spans(layers)}{few})."
             )
@@ -385,20 +459,17 @@ class MovedMass(FollowUps):
             trivial = self.args.component == ATTN and len(moved) == self.depth
             donor = ", which makes the donor's own distribution by construction," * trivial
             words = f"what {self.args.component} adds in layers {those} together{donor} moves it by"
-            said.append(self.tested(words, together, most=1))
+            yield self.tested(words, together, most=1)
         shown = moved[moved["p_holm"] <= 1 - level]
         each = [
             f"{term} after {spans(rows['layer'].tolist())}"
             for term, rows in shown.groupby("term", sort=False)
         ]
         if len(moved):
-            said.append(
+            yield (
                 f"{what} is shown to move it at {len(shown)} of {len(moved)} cells{before}"
                 f"{': ' * bool(each)}{'; '.join(each)}."
             )
-        own = "The recipient's own states change no bit."
-        control = f"{self.said_of_equal('mass', equal)} {own} {self.gate.short}."
-        return Conclusion(" ".join(filter(None, said)), control.strip())
 
 
 def half_moved(rows: pd.DataFrame, dataset: str, level: float) -> Iterator[TidyEstimate]:

@@ -137,7 +137,8 @@ def test_the_response_s_keys_and_values_set_the_content_and_not_the_role(moved):
 
 def test_a_combination_that_makes_no_sense_is_refused_by_name(used, capfd):
     words = [str(used.path), "--outcome"]
-    assert "'mass'" in refusal(call(locate.main, [*words, "mass"], capfd))
+    line = refusal(call(locate.main, [*words, "mass", "--samples", "8"], capfd))
+    assert line.startswith("--samples is of --outcome follow-up")
     planned = call(locate.main, [*words, "follow-up", "--dry-run"], capfd).out
     assert f"go to {used.path}/results/locate-follow-up\n" in planned  # and bits to locate
     line = refusal(call(locate.main, [*words, "follow-up", "--maps", "bands"], capfd))

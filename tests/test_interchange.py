@@ -91,15 +91,19 @@ class Marked(FakeJudge):
 
 
 def sampled(
-    small: Subject, odds: tuple[float, float], folder, samples: int = SAMPLES, by: str = ATTN
+    small: Subject,
+    odds: tuple[float, float],
+    folder,
+    samples: int = SAMPLES,
+    by: str = ATTN,
+    moody: str = "response",
 ) -> Run:
-    """A judged run of queries, half of whose responses are of each mood."""
+    """A judged run of conversations, half of whose responses, or queries, are of each mood."""
     subject = planted(small, odds, folder / "model", by)
     data = folder / "chats.jsonl"
-    rows = [
-        {"id": f"c{i}", "query": f"{i}?", "response": MOODS[i % 2] * (3 + i % 5)}
-        for i in range(QUERIES)
-    ]
+    rows = [{"id": f"c{i}", "query": f"{i}?", "response": "x"} for i in range(QUERIES)]
+    for i, row in enumerate(rows):
+        row[moody] = MOODS[i % 2] * (3 + i % 5) + (row["query"] if moody == "query" else "")
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = Settings(
         dataset=str(data),

@@ -174,7 +174,7 @@ def under_states(
     subject = Subject(ModelSpec("tiny"), model, None, "")
     cells = cells or [("both", layer, [(RESID, layer, (0, 1))]) for layer in range(1, 5)]
     context = tuple(tiny.prompt(LAST, 0))
-    unit = MassUnder("s", "d", 1, context, 2, cells, states, TOKENS, LABELS, 0.7)
+    unit = MassUnder("s", "d", 1, TOKENS, LABELS, 0.7, context, 2, cells, states)
     return unit, Model(subject, SimpleNamespace(stop_ids=[tiny.EOS]))
 
 
