@@ -177,7 +177,7 @@ def paired(trials: int) -> None:
 
 
 def decoys(trials: int) -> None:
-    """Coverage of the excess over decoys, and of rate − 2 · floor, by which the gate goes.
+    """Coverage of the rate beyond that of decoys, and of rate − 2 · floor, by which the gate goes.
 
     The gate says whether a judge can tell own from wrong conversations.
     """
@@ -203,7 +203,7 @@ def decoys(trials: int) -> None:
 
     header = ["decoy", "sources", "rate", "floor"]
     for judge in ("of a judge", "of one nearly blind to contexts"):
-        header += [f"excess {judge}", "rate − 2 · floor", "width of the excess"]
+        header += [f"beyond {judge}", "rate − 2 · floor", "width of beyond"]
     table(header, rows(), len(cells), "decoys")
 
 

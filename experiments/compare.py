@@ -36,11 +36,11 @@ from ia_mech.run import Run
 from ia_mech.run.layout import RUN
 from ia_mech.run.sources import sources_of, split_source
 
-BITS, EXCESS, SHARE = "bits", "excess over siblings", "share of turns"
-BOUNDS = {BITS: (-np.inf, CEILING), EXCESS: (-1.0, 1.0), SHARE: (0.0, 1.0)}
+BITS, BEYOND_SIBLINGS, SHARE = "bits", "follow-ups beyond siblings", "share of turns"
+BOUNDS = {BITS: (-np.inf, CEILING), BEYOND_SIBLINGS: (-1.0, 1.0), SHARE: (0.0, 1.0)}
 TITLES = {
     BITS: "bits about the response, expressed (own context) and by site alone",
-    EXCESS: "follow-ups by the judge, beyond siblings",
+    BEYOND_SIBLINGS: "follow-ups by the judge, beyond siblings",
     SHARE: "what the turns are, by the judge",
 }
 SAMPLED = "sampled"
@@ -72,7 +72,12 @@ def numbers_of(run: Run) -> pd.DataFrame:
     if elicited.is_file():
         arms = pd.read_parquet(elicited)
         found.append(
-            arms.assign(quantity=EXCESS, term="turns", turns=arms["arm"], value=arms[EXCESS])
+            arms.assign(
+                quantity=BEYOND_SIBLINGS,
+                term="turns",
+                turns=arms["arm"],
+                value=arms[BEYOND_SIBLINGS],
+            )
         )
     columns = ["quantity", "term", "turns", "source", "value"]
     rows = pd.concat([frame[columns] for frame in found], ignore_index=True)

@@ -30,7 +30,7 @@ from experiments.arms import Arm, conversations_of
 from experiments.control import best_elsewhere, halves_of
 from experiments.experiment import Conclusion, flag
 from experiments.judged import UNCHANGED, Arms
-from experiments.outcome import EXCESS
+from experiments.outcome import BEYOND_SIBLINGS
 from experiments.shown import only
 from ia_mech.estimates import ALL, TidyEstimate
 from ia_mech.models.embedded import NAME
@@ -96,23 +96,25 @@ class Elicit(Arms):
 
     def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
         found, arms = super().estimate(rows), list(dict.fromkeys(rows["term"]))
-        excess = rows.pivot_table(index="source", columns="term", values=EXCESS)[arms].dropna()
-        halves = halves_of(excess.index, self.args.seed)
-        half = np.array([halves[source] for source in excess.index], dtype=int)
+        beyond = rows.pivot_table(index="source", columns="term", values=BEYOND_SIBLINGS)[
+            arms
+        ].dropna()
+        halves = halves_of(beyond.index, self.args.seed)
+        half = np.array([halves[source] for source in beyond.index], dtype=int)
         # The best of all arms, and of the run's own turns, whose states other experiments measure.
         plain = [arm for arm in arms if ", " not in arm]
         for name, among in ((TEMPERATURE, plain), (BEST, arms)):
-            more = excess[among].sub(excess[GREEDY], axis=0)
-            values = excess[among].to_numpy().T, more.to_numpy().T
+            more = beyond[among].sub(beyond[GREEDY], axis=0)
+            values = beyond[among].to_numpy().T, more.to_numpy().T
             chosen = partial(best_elsewhere, *values, half)  # the bootstrap repeats the choice
-            (gap,) = cluster_bootstrap(chosen, list(excess.index), **self.options)
-            found.append(TidyEstimate(GAP, {"dataset": ALL, "term": name}, len(excess), gap))
-        best = [f"{excess[half == n].mean().idxmax()} on half {n + 1}" for n in np.unique(half)]
+            (gap,) = cluster_bootstrap(chosen, list(beyond.index), **self.options)
+            found.append(TidyEstimate(GAP, {"dataset": ALL, "term": name}, len(beyond), gap))
+        best = [f"{beyond[half == n].mean().idxmax()} on half {n + 1}" for n in np.unique(half)]
         self.notes.append(f"chosen as the best arm: {', '.join(best)} of the queries.")
         return found
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
-        greedy, gap = only(found, EXCESS, term=GREEDY), only(found, GAP, term=BEST)
+        greedy, gap = only(found, BEYOND_SIBLINGS, term=GREEDY), only(found, GAP, term=BEST)
         words = (
             "follow-up rate of greedy turns, minus that after another response to the same query"
         )

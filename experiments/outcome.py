@@ -377,7 +377,8 @@ def bits_by_cell(rows: pd.DataFrame, seed: int) -> BitsByCell:
 
 IN_ROLE, ONCE_IN_ROLE = "in role", "once in role"
 CHOOSING, SCORING = "choosing", "scoring"  # shares of turns with even and odd sample numbers
-RATE, SIBLINGS, EXCESS = "follow-ups", "follow-ups after siblings", "excess over siblings"
+RATE, SIBLINGS = "follow-ups", "follow-ups after siblings"
+BEYOND_SIBLINGS = "follow-ups beyond siblings"  # the first minus the second
 
 
 def parts_of(turns: pd.DataFrame, category: str) -> pd.DataFrame:
@@ -419,7 +420,7 @@ def rates_of(judged: JudgedTurns, siblings: bool = False) -> pd.DataFrame:
 
     A row per turn, with the columns of ``judged.turns``. Or, with ``siblings``, of the turns that
     were shown after siblings, too: a row per temperature and source with the means over turns, also
-    of :data:`SIBLINGS` and :data:`EXCESS`.
+    of :data:`SIBLINGS` and :data:`BEYOND_SIBLINGS`.
 
     Raises:
         UserError: no turn was judged after siblings.
@@ -441,7 +442,7 @@ def rates_of(judged: JudgedTurns, siblings: bool = False) -> pd.DataFrame:
     if not siblings:
         return found.assign(**parts)
     after = turns[other].astype(float)
-    parts |= {SIBLINGS: after, EXCESS: rate - after}
+    parts |= {SIBLINGS: after, BEYOND_SIBLINGS: rate - after}
     keys = ["temperature", "dataset", "source"]
     rows = found[keys].astype({"temperature": float}).assign(**parts)
     return rows.groupby(keys, sort=False).mean().reset_index()

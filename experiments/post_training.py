@@ -8,8 +8,9 @@ with its open user header, and a completion is the user turn.
 ``compare`` takes a judged run of the model before training and one of the trained model, over the
 same contexts with several responses per query. Two readers score the turns: the model that wrote
 them (I_K, the bits that turns tell about their response) and the model before training (evidence,
-by one fixed reader). Form alone raises the follow-up rate, but not its excess over the rate after
-another response to the same query: that excess is the control. All numbers are of the same queries.
+by one fixed reader). Form alone raises the follow-up rate, but not the rate beyond siblings (minus
+that after another response to the same query): this is the control. All numbers are of the same
+queries.
 
 Needs: pip install 'ia-mech[train]' for sft, grpo and --adapter; runs with --responses 4. Cost: to
 compare, 15 s of one core per query with 3 responses (135M); to train, minutes to hours.
@@ -401,7 +402,7 @@ class Compare(Arms):
     queries_used = 20
     less: ClassVar = {CHANGE: {"term": BEFORE}}
     title = "the judge's labels"
-    legend = "Form alone doesn't raise the excess."
+    legend = "Form alone doesn't raise the rate beyond siblings."
 
     @classmethod
     def build_parser(cls) -> argparse.ArgumentParser:
@@ -500,7 +501,7 @@ class Compare(Arms):
                 only(found, f"{INFORMATION}, {CHANGE}"),
             ),
             self.tested(
-                "change of the follow-up rate's excess over the rate after another response to the "
+                "change of the follow-up rate minus the rate after another response to the "
                 "same query, which form alone doesn't raise",
                 only(found, self.change),
                 most=1,

@@ -206,14 +206,13 @@ class TemperatureSweep(Experiment):
                 RATE: ("follow-ups", 2),
                 RATE_DIFFERENCE: ("minus greedy's", 2),
                 "floor": ("after a wrong conversation", 2),
-                "excess": ("excess", 2),
+                "beyond": ("minus that", 2),
             },
             detectable=RATE_DIFFERENCE,
             most=1.0,
             rows="turns",
             legend=f"Minus greedy's: the difference, paired by query. {tested} After a wrong "
-            "conversation: how often the judge calls the same turns follow-ups there; excess: the "
-            "rate minus that.",
+            "conversation: how often the judge calls the same turns follow-ups there.",
         )
         made += tables_of(
             f"where greedy decoding leaves a turn ({self.intervals})",

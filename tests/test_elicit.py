@@ -10,7 +10,7 @@ from shell import call, refusal
 
 from experiments.control import best_elsewhere
 from experiments.elicit import GREEDY, OPENING, main
-from experiments.outcome import EXCESS, IN_ROLE, ONCE_IN_ROLE, RATE, SIBLINGS, rates_of
+from experiments.outcome import BEYOND_SIBLINGS, IN_ROLE, ONCE_IN_ROLE, RATE, SIBLINGS, rates_of
 from ia_mech.judge import builtin_judge
 from ia_mech.judge.decoys import SIBLING
 from ia_mech.judge.judging import label_run
@@ -19,8 +19,8 @@ from ia_mech.run import Run
 from ia_mech.stats import cluster_bootstrap
 
 
-def gaps(excess, greedy, half, counts):
-    return best_elsewhere(excess, excess - excess[greedy], half, counts)
+def gaps(beyond, greedy, half, counts):
+    return best_elsewhere(beyond, beyond - beyond[greedy], half, counts)
 
 
 def by_loops(ranked, reported, half, counts) -> float:
@@ -84,7 +84,7 @@ def test_rates_are_of_the_same_turns_after_their_own_response_and_after_siblings
     found = rates_of(judged, siblings=True).set_index("source")
     assert found[RATE].to_dict() == {"a": 1.0, "c": 0.0}  # nothing is known of b's siblings
     assert found[SIBLINGS].to_dict() == {"a": 0.5, "c": 1.0}
-    assert found[EXCESS].to_dict() == {"a": 0.5, "c": -1.0}
+    assert found[BEYOND_SIBLINGS].to_dict() == {"a": 0.5, "c": -1.0}
     assert found[IN_ROLE].to_dict() == {"a": 1.0, "c": 0.5}
     assert found[ONCE_IN_ROLE].to_dict() == {"a": 1.0, "c": 0.0}  # of the turns in role
 
@@ -109,8 +109,8 @@ def test_the_command_lists_its_arms_and_samples_each_once(siblings, tmp_path, ca
     assert set(found["term"]) == {*arms, "best arm", "best temperature"}
     by_arm = found.set_index(["quantity", "term"])["value"]
     for arm in set(arms) - {GREEDY}:  # every query has turns of all arms
-        apart = by_arm[EXCESS, arm] - by_arm[EXCESS, GREEDY]
-        assert by_arm["excess over siblings, minus greedy's", arm] == pytest.approx(apart)
+        apart = by_arm[BEYOND_SIBLINGS, arm] - by_arm[BEYOND_SIBLINGS, GREEDY]
+        assert by_arm["follow-ups beyond siblings, minus greedy's", arm] == pytest.approx(apart)
     prompted, opened = (Run.open(out / way / "run") for way in ("prompt", "opening"))
     assert prompted.settings["system"] and prompted.labels.judges == ["builtin"]
     assert opened.settings["opening"] == OPENING and opened.settings["system"] is None

@@ -94,6 +94,37 @@ def test_the_worked_arm_compares_turns_paired_by_query(plain, tmp_path, capfd):
     pd.testing.assert_series_equal(rows, less, check_names=False, check_dtype=False)
 
 
+def test_arms_measure_something_else_of_turns_without_a_judge(plain, tmp_path, capfd):
+    class Letters(worked("worked_arm").LastSentence):
+        judged, measured = False, {"letters": (0, 400)}
+
+        def measure(self, turns):
+            return turns.assign(letters=turns["text"].str.len())[["letters"]]
+
+    out = tmp_path / "out"
+    outcome = call(Letters.main, [str(plain.path), "--out", str(out)], capfd)
+    assert outcome.status == 0, outcome.err
+    shorter = Run.open(out / "without_its_last_sentence" / "run")
+    means = [
+        run.generations.assign(letters=run.generations["text"].str.len())
+        .groupby(["source_id", "temperature"])["letters"]
+        .mean()
+        .unstack()
+        for run in (shorter, plain)
+    ]
+    found = pd.read_parquet(out / "estimates.parquet")
+    found = found[found["term"] == "without its last sentence"].set_index("temperature")
+    quantities = {
+        "letters": means[0].mean(),
+        "letters, minus unchanged": (means[0] - means[1].loc[means[0].index]).mean(),
+    }
+    for name, value in quantities.items():
+        rows = found.loc[found["quantity"] == name, "value"]
+        pd.testing.assert_series_equal(rows, value, check_names=False, check_dtype=False)
+    said = json.loads((out / "result.json").read_text())["sentence"]
+    assert "Letters, minus unchanged, of without its last sentence" in said
+
+
 @pytest.fixture(scope="module")
 def run(folder) -> Run:
     return Run.open(folder / "conditions" / "run")

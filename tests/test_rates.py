@@ -307,14 +307,14 @@ def test_above_a_floor_all_three_numbers_are_of_the_same_decoys():
     decoys["decoy"] = "wrong_conversation"
     decoys["follow_up"] = rng.choice([0.0, 1.0, np.nan], 60)
     decoys["own_follow_up"] = rng.choice([0.0, 1.0, np.nan], 60)
-    rate, floor, excess = floors(decoys, "wrong_conversation", ["temperature"])
+    rate, floor, beyond = floors(decoys, "wrong_conversation", ["temperature"])
     both = decoys.dropna()
     assert floor.estimate.value == both["follow_up"].mean()
     difference = both["own_follow_up"] - both["follow_up"]
     turns = cluster_mean(both["own_follow_up"], both["source"], proportion=True)
     assert rate.estimate == turns
-    assert excess.estimate == dyadic_mean(difference, both["source"], both["shown_source"])
-    assert {row.rows for row in (rate, floor, excess)} == {len(both)}
+    assert beyond.estimate == dyadic_mean(difference, both["source"], both["shown_source"])
+    assert {row.rows for row in (rate, floor, beyond)} == {len(both)}
     assert not list(floors(decoys, "sibling"))
 
 

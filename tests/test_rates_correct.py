@@ -147,8 +147,8 @@ def test_the_command_writes_the_planted_accuracy_and_rates(planted, capfd):
         at = rate(found, correct)
         assert at["value"] == pytest.approx(value) and at["rows"] == rows
         assert one(found, "floor", correct=correct, temperature=0.0)["value"] == 0
-        excess = one(found, "excess", correct=correct, temperature=0.0)
-        assert excess["value"] == pytest.approx(value) and excess["rows"] == rows
+        beyond = one(found, "beyond", correct=correct, temperature=0.0)
+        assert beyond["value"] == pytest.approx(value) and beyond["rows"] == rows
     assert rate(found, "right", 1.0)["value"] == pytest.approx(3 / 12)
     assert rate(found, "wrong", 1.0)["value"] == pytest.approx(6 / 20)
     responses = pd.read_parquet(folder / "responses.parquet")

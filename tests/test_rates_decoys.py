@@ -90,11 +90,11 @@ def test_gates_of_judges_that_look_at_different_things(run):
         gate = judged_by(run, lambda item, yes=says: FOLLOW_UP if yes(item) else NEW).gate
         assert gate.decoys == 120 and (gate.verdict, gate.reacts) == (verdict, reacts)
         assert numbers is None or (gate.rate, gate.floor) == pytest.approx(numbers)
-        assert gate.excess.value == pytest.approx(gate.rate - gate.floor)
-        assert gate.excess.low < gate.excess.value < gate.excess.high
+        assert gate.beyond.value == pytest.approx(gate.rate - gate.floor)
+        assert gate.beyond.low < gate.beyond.value < gate.beyond.high
         decided = gate.margin.low > 0, gate.margin.high < 0
         assert decided == (verdict == "passed", verdict == "failed")
-        assert gate.siblings.margin == gate.siblings.excess
+        assert gate.siblings.margin == gate.siblings.beyond
 
 
 def test_the_figure_has_rate_and_floor(run):
@@ -176,7 +176,7 @@ def test_a_models_gate_is_the_same_whatever_other_runs_are_named(run, merged, tm
     assert both.gate == gates["second"]  # a claim about both rests on the worse one
 
 
-# -- rate, floor and excess -----------------------------------------------------------------------
+# -- rate, floor and beyond -----------------------------------------------------------------------
 
 
 def test_a_pair_with_an_unassessed_verdict_leaves_and_is_counted(run):

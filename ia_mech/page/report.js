@@ -382,7 +382,7 @@ unpacked().then((data) => {
     const judge = ofSide || judges[0];
     const place = {}, row = new Map(pairs), category = `category${byJudge(judge)}`;
     const heading = (cell) => data.headings[data.categories.indexOf(cell)] || cell;
-    if (row.get("quantity") === "excess") return {}; // compares turns with decoys
+    if (row.get("quantity") === "beyond") return {}; // compares turns with decoys
     if (pairs.some(([head]) => head.startsWith("rise"))) return {}; // compares two temperatures
     const named = row.get("category") === "–" ? "" : row.get("category"); // no category
     if (named && !values(category).includes(heading(named))) return {}; // the page has no such turns

@@ -109,7 +109,7 @@ def floors(
 
     These are all decoys of a kind with both verdicts (``JudgedTurns.decoys``). The other arguments
     are those of :func:`rates`. There are three quantities: ``rate_after_own``, of the turns after
-    their own contexts; ``floor``, of the same turns after the other contexts; and ``excess``, the
+    their own contexts; ``floor``, of the same turns after the other contexts; and ``beyond``, the
     difference.
     """
     for group, those in _groups(decoys[decoys["decoy"] == kind], by):
@@ -120,11 +120,11 @@ def floors(
         rate = cluster_mean(own, both["source"], proportion=True, level=level)
         pair = both["source"], both["shown_source"]
         floor = dyadic_mean(other, *pair, ends=(0, 1), level=level)
-        excess = dyadic_difference(own, other, *pair, level=level)
+        beyond = dyadic_difference(own, other, *pair, level=level)
         for quantity, estimate, events in (
             ("rate_after_own", rate, int(own.sum())),
             ("floor", floor, int(other.sum())),
-            ("excess", excess, pd.NA),
+            ("beyond", beyond, pd.NA),
         ):
             yield TidyEstimate(quantity, of | {"events": events}, len(both), estimate)
 
@@ -151,7 +151,7 @@ def estimates(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> pd.
           follow-ups, and ``reliability``, that of the rates of a query's responses over
           ``n_samples`` turns (:mod:`ia_mech.stats.components`; where queries have several
           responses); ``rate_prediction_powered``, corrected by the annotator's labels. Of decoys
-          ``rate_after_own``, ``floor`` and ``excess`` (:func:`floors`), and ``rise``,
+          ``rate_after_own``, ``floor`` and ``beyond`` (:func:`floors`), and ``rise``,
           ``rise_staying_in_role``, ``rise_once_in_role`` and ``rise_beyond_siblings``
           (:func:`ia_mech.rates.latent.rises`).
         - ``model``, ``weights_hash``, ``perturbation``, ``dataset`` (may be ``(all)``),

@@ -95,7 +95,7 @@ def estimates(
     Returns:
         One row per estimate, as of :func:`ia_mech.rates.compute.estimates`: ``accuracy``, of
         responses that could be verified; and per temperature, with ``correct`` (``right`` or
-        ``wrong``), ``rate``, ``rate_after_own``, ``floor`` and ``excess``, and their difference
+        ``wrong``), ``rate``, ``rate_after_own``, ``floor`` and ``beyond``, and their difference
         ``right minus wrong`` with p by permuting whole queries, Holm-corrected over all of them.
     """
     known = responses[responses["verifier"].notna()]
@@ -175,9 +175,9 @@ def _tables(rows: pd.DataFrame, level: float) -> list[Table]:
     of_turns: Columns = {
         "rate": ("follow-ups", 2),
         "floor": ("after a wrong conversation", 2),
-        "excess": ("minus that", "+.2f"),
+        "beyond": ("minus that", "+.2f"),
     }
-    of_turns |= {f"excess{SIBLINGS}": ("minus that after siblings", "+.2f")}
+    of_turns |= {f"beyond{SIBLINGS}": ("minus that after siblings", "+.2f")}
     tables = [
         table_of(
             f"follow-up rates after right and after wrong responses {intervals}",

@@ -27,7 +27,7 @@ def gate_title(name: str, gate: Gate) -> str:
     """The title of a figure that shows a judge's rate: of what, the gate's word, the difference."""
     told = "shown no wrong conversation"
     if gate.decoys:
-        apart = gate.excess.text(sign=True)
+        apart = gate.beyond.text(sign=True)
         told = f"own conversations told from wrong ones: {gate.verdict}, by {apart}"
     return f"{name}\njudge {gate.judge}, {told}"
 

@@ -24,9 +24,9 @@ UNDECIDED, NO_DECOYS = "undecided", "no decoys"
 class Gate:
     """What decoys of one kind say of a judge, over all datasets and temperatures of a model.
 
-    The margin decides. After wrong conversations it is the excess minus the floor: the excess must
-    be larger than the floor. After siblings it is the excess itself. An apt turn may fit
-    another response to its query, too: the excess over siblings is a lower bound of how often turns
+    The margin decides. After wrong conversations it is what the rate has beyond the floor, minus
+    the floor: the first must be larger. After siblings it is the first itself. An apt turn may fit
+    another response to its query, too: the rate beyond siblings is a lower bound of how often turns
     react to the response that they followed.
     """
 
@@ -34,7 +34,7 @@ class Gate:
     decoys: int  # with both verdicts
     rate: float  # at which their turns are follow-ups to their own contexts; each decoy counts
     floor: float  # at which they are follow-ups to the contexts that they didn't follow
-    excess: Estimate  # rate minus floor
+    beyond: Estimate  # rate minus floor
     margin: Estimate
     kind: str = WRONG
     model: str = ""  # whose turns they are
@@ -84,7 +84,7 @@ class Gate:
             )
         return (
             f"{self.decided} (the follow-up rate minus that after wrong conversations is "
-            f"{self.excess.text(sign=True)})"
+            f"{self.beyond.text(sign=True)})"
         )
 
     @property
@@ -106,7 +106,7 @@ class Gate:
                 "Turns were also shown after other responses to their queries, "
                 f"{siblings.decoys} times: {siblings.count(siblings.floor)} times it called them "
                 f"follow-ups, and {siblings.count(siblings.rate)} times after their own response, "
-                f"a difference of {siblings.excess.text(sign=True)}."
+                f"a difference of {siblings.beyond.text(sign=True)}."
             )
         return found
 
@@ -149,10 +149,10 @@ def _gate(decoys: pd.DataFrame, judge: str, model: str, kind: str, *siblings: Ga
     pairs = decoys[decoys["decoy"] == kind]
     own, other = (pairs[name].astype(float) for name in VERDICTS)
     sources = pairs["source"], pairs["shown_source"]
-    excess, twice = (
+    beyond, twice = (
         dyadic_difference(own, other, *sources, times=times, level=GATE_LEVEL) for times in (1, 2)
     )
-    margin = twice if kind == WRONG else excess
+    margin = twice if kind == WRONG else beyond
     rate, floor = (float(of.mean()) if len(pairs) else np.nan for of in (own, other))
-    numbers = rate, floor, excess, margin
+    numbers = rate, floor, beyond, margin
     return Gate(judge, len(pairs), *numbers, kind, model, *siblings)

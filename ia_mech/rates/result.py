@@ -208,15 +208,15 @@ def _reaction(gate: Gate) -> str:
             "To tell whether turns react to their own response, other responses to the same "
             "queries are needed (sample with --response generate --responses 4)."
         )
-    excess = siblings.excess.text(sign=True)
+    beyond = siblings.beyond.text(sign=True)
     if gate.reacts:
         return (
             "Over all temperatures together, turns react to their own response: they are "
-            f"follow-ups to it more often than to another response to the same query, by {excess}."
+            f"follow-ups to it more often than to another response to the same query, by {beyond}."
         )
     return (
         "That turns react to their own response is not shown: the follow-up rate minus that after "
-        f"another response to the same query is {excess}."
+        f"another response to the same query is {beyond}."
     )
 
 
@@ -282,7 +282,7 @@ def _gate_table(gates: list[Gate]) -> Table:
         for one in (gate, gate.siblings):
             if one is not None and one.decoys:
                 name = f"{one.model} · follow-ups" if one.model else "follow-ups"
-                numbers = [f"{one.rate:.2f}", f"{one.floor:.2f}", one.excess.text(sign=True)]
+                numbers = [f"{one.rate:.2f}", f"{one.floor:.2f}", one.beyond.text(sign=True)]
                 rows.append([name, AFTER[one.kind], str(one.decoys), *numbers, one.verdict])
     return Table(
         "turns that the judge is shown after what they did not follow",
@@ -334,7 +334,7 @@ def _floor_table(rows: pd.DataFrame, kind: str) -> Table:
     heads: Columns = {
         "rate_after_own": (OWN, 2),
         "floor": (THERE, 2),
-        "excess": (LESS, "+.2f"),
+        "beyond": (LESS, "+.2f"),
     }
     title = f"follow-ups among turns that are shown after {AFTER[kind]}"
     return table_of(title, own, heads, LINES, rows="times shown", pooled="all", full=True)
