@@ -8,7 +8,8 @@ each turn twice: after the conversation that the model was given, and after the 
 turn that was written without the response may still fit it, by topic or by luck. Real follow-ups
 are scored in each changed context. Differences are paired by query. A conversation that a change
 leaves as it is doesn't count for that change. The control is the rate of turns that were written
-without any conversation: only their form can please a judge.
+without any conversation (header_only): only their form can please a judge. If it isn't among
+--conditions, the judge's own control alone is told.
 
 Needs: judged runs; real follow-ups for the likelihoods. Cost: eight times the sampling of as
 many turns (48 queries of the embedded model, 5 turns each: some fifteen minutes on a CPU). The
@@ -38,7 +39,7 @@ from experiments.shown import Bars, Drawing, only, tables_of
 from ia_mech.cli import whole_from
 from ia_mech.data.conversations import UNPERTURBED, UNPERTURBED_RESPONSE, USER_HEADER, Conversation
 from ia_mech.errors import UserError
-from ia_mech.estimates import TidyEstimate, all_datasets, shown_changes
+from ia_mech.estimates import TidyEstimate, all_datasets, could_show, shown_changes
 from ia_mech.judge.judging import ON_UNPERTURBED
 from ia_mech.rates.evidence import FITS_ORIGINAL, UNCHANGED
 from ia_mech.results import Table
@@ -279,7 +280,9 @@ class Perturbations(Arms):
             said += [f"{words} {' and '.join(filter(None, shown))}."] if any(shown) else []
             moved |= bool(shown[0])
         if not moved:
-            few = f" (too few queries: {self.too_few})" if self.too_few else ""
+            least = all_datasets(rates)["detectable"].max()
+            why = f"too few queries: {self.too_few}" if self.too_few else could_show(least, most=1)
+            few = f" ({why})" if why else ""
             said.append(f"No change of the response is shown to move the follow-up rate{few}.")
         control, bare = "", rates[rates["term"] == HEADER_ONLY]
         if len(bare):

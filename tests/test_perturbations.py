@@ -46,6 +46,7 @@ from ia_mech.judge import builtin_judge
 from ia_mech.judge.judging import ON_UNPERTURBED, items_of, label_run
 from ia_mech.rates.evidence import UNCHANGED
 from ia_mech.report.__main__ import render_report
+from ia_mech.report.ending import without_response
 from ia_mech.run import Run
 from ia_mech.settings import Settings
 from ia_mech.stats import cluster_mean, holm, paired_difference
@@ -123,6 +124,20 @@ def test_arms_measure_something_else_of_turns_without_a_judge(plain, tmp_path, c
         pd.testing.assert_series_equal(rows, value, check_names=False, check_dtype=False)
     said = json.loads((out / "result.json").read_text())["sentence"]
     assert "Letters, minus unchanged, of without its last sentence" in said
+
+
+def test_the_report_says_how_many_turns_count_that_were_written_without_the_response(
+    plain, tmp_path
+):
+    copy = Run.open(shutil.copytree(plain.path, tmp_path / "copy"))
+    assert [*without_response(copy, "builtin")] == []
+    assert main([str(copy.path), "--conditions", "remove", "--samples", "2"]) == 0
+    written = Run.open(tmp_path / "copy-perturbations" / "conditions" / "run")
+    counts = written.labelled("builtin-unperturbed").groupby("temperature")["follow_up"]
+    numbers = [f"{yes:g} of {of}" for yes, of in zip(counts.sum(), counts.count(), strict=True)]
+    (said,) = without_response(copy, "builtin")
+    assert f"{numbers[0]} greedy turns and {numbers[1]} sampled at T = 0.5 count" in said
+    assert [*without_response(copy, "another")] == []
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from difflib import get_close_matches
 from itertools import chain, pairwise
 from typing import Any, NoReturn
 
-from ia_mech.cli import shell_word
+from ia_mech.cli import did_you_mean, shell_word
 from ia_mech.data.messages import (
     METADATA,
     NOT_PART,
@@ -385,7 +385,8 @@ class Row:
         named = getattr(self.columns, role)
         if named is not None and named not in self.row:
             raise UserError(
-                f"{self.place}: no column {named!r} (found: {self.found})",
+                f"{self.place}: no column {named!r} (found: {self.found})"
+                f"{did_you_mean(named, self.row)}",
                 f"correct --{role}-column",
             )
         return named or next((name for name in usual if name in self.known), None)

@@ -15,7 +15,9 @@ import subprocess
 import sys
 import zipfile
 import zlib
+from contextlib import redirect_stderr
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 
 from filelock import FileLock
@@ -323,12 +325,14 @@ def _convert(gguf: Path, folder: Path, name: str, template: str | None = None) -
     if template is not None:
         words.chat_template = (TEMPLATES / f"{template}.jinja").read_text(encoding="utf-8")
     words.save_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(
-        str(gguf.parent),
-        gguf_file=gguf.name,
-        config=configuration(gguf),
-        dtype=torch.float32,
-    )
+    print("dequantising it …", file=sys.stderr, flush=True)
+    with redirect_stderr(StringIO()):  # two bars, which say no more
+        model = AutoModelForCausalLM.from_pretrained(
+            str(gguf.parent),
+            gguf_file=gguf.name,
+            config=configuration(gguf),
+            dtype=torch.float32,
+        )
     save_torch_model(model, folder, max_shard_size=SHARD)
     model.config.architectures, model.config._name_or_path = [type(model).__name__], name
     del model.config.quantization_config  # its weights are not quantized any more

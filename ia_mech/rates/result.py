@@ -205,8 +205,9 @@ def _reaction(gate: Gate) -> str:
     siblings = gate.siblings
     if siblings is None or not siblings.decoys:
         return (
-            "To tell whether turns react to their own response, other responses to the same "
-            "queries are needed (sample with --response generate --responses 4)."
+            "Whether turns need their response this doesn't tell: ia-mech perturbations RUN "
+            "--conditions remove does, or several responses to each query (sample with --response "
+            "generate --responses 4)."
         )
     beyond = siblings.beyond.text(sign=True)
     if gate.reacts:
