@@ -43,6 +43,7 @@ from ia_mech.estimates import (
     TidyEstimate,
     all_datasets,
     by_dataset,
+    could_show,
     holm_corrected,
     paired_row,
     shown_changes,
@@ -291,7 +292,9 @@ class TemperatureSweep(Experiment):
             "Turns are follow-ups less often than greedy turns, by",
             "Turns are follow-ups more often than greedy turns, by",
         )
-        said = [changed or "No temperature is shown to change the follow-up rate", rates]
+        could = could_show(all_datasets(less)["detectable"].max(), most=1) if len(less) else ""
+        null = f"No temperature is shown to change the follow-up rate{f' ({could})' * bool(could)}"
+        said = [changed or null, rates]
         if len(deeper):
             turns = "than other turns after the same response, by"
             apart = shown_changes(

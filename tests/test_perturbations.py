@@ -316,6 +316,7 @@ def test_the_sentence_tells_only_changes_that_are_shown(plain, found):
     one = Perturbations([plain], args, Path())
     one.gate = one.verdicts.gate
     usual = {"dataset": "d", "sources": 24, "p_holm": 0.4, "low": -0.4, "high": 0.1}
+    usual |= {"detectable": 0.36}
     rows = [
         {"quantity": quantity, "term": condition, "temperature": t, "value": -0.25} | usual
         for quantity in (DIFFERENCE, BITS_DIFFERENCE)
@@ -324,7 +325,10 @@ def test_the_sentence_tells_only_changes_that_are_shown(plain, found):
     ]
     told = pd.DataFrame(rows)
     nothing, control = one.conclude(told)
-    unmoved = "No change of the response is shown to move the follow-up rate."
+    unmoved = (
+        "No change of the response is shown to move the follow-up rate (with 80% power 0.36 would "
+        "have been shown)."
+    )
     assert nothing == unmoved
     assert "any conversation are not shown to be follow-ups less often. On" in control
     removed = told["term"] == "remove"

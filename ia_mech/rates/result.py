@@ -40,7 +40,7 @@ OTHERS: Columns = {
 LEGENDS = {
     "floor": "After a wrong conversation, one of another query: how often the judge calls the same "
     "turns follow-ups there.",
-    "difference": "p: Holm-corrected.",
+    "difference": "p: paired by query (signs are flipped), Holm-corrected.",
     DEPENDENT: "Dependent: likelier after the own response than after all its siblings together "
     "(ia-mech reaction). Of turns that depend on no response, at most 1 in K would be, with K "
     "responses to a query.",
