@@ -792,10 +792,24 @@ def sentences() -> dict[str, list[str]]:
     {shown[2]} are follow-ups ({grown[0]}), {100 * inside.mean():.0f} of 100 turns in role."""
     own = moved_masses(SMOL_NEW)
     donors = around(over_pairs(own[own["layer"] == 30], "moved"), 2, sign=True)
+    by_site = dict(list(table(SMOL_NEW, "sites").groupby("term")))
+    part = {}
+    for name, one in by_site.items():
+        shares = [one[arm] / one[f"probability of the openings {arm}"] for arm in ("high", "low")]
+        one = one.assign(moved=one["high"] - one["low"], share=shares[0] - shares[1])
+        one = one.assign(equal=one["equal a"] - one["equal b"])
+        part[name] = [
+            around(over_pairs(one, what), 2, sign=True) for what in ("moved", "share", "equal")
+        ]
     masses = first_masses(SMOL_NEW)["mass"]
     not_there = f"""After {len(masses)} new queries its follow-up mass is {amount(masses)}. The
     header's last state isn't shown to move it after any layer; what can be moved isn't shown to be
     above 0 ({donors})."""
+    of_parts = f"""The response does: if its keys and values are those of another conversation
+    of high mass rather than of low mass, and what follows is computed anew, the mass moves by
+    {part["response"][0]} ({part["response"][1]} as a share of what the recipient's first tokens
+    hold; two equal donors: {part["response"][2]}). The query's move it by {part["query"][0]}
+    ({part["query"][1]}), which is hardly shown. This wasn't among the claims."""
     under = {t: under_vector(t) for t in ("unsteered", "follow-ups", "permuted")}
     moved_by = {t: mean(under_vector(t, "follow-up mass")) for t in under}
     inside = {t: under_vector(t, "in_role") for t in under}
@@ -814,7 +828,7 @@ def sentences() -> dict[str, list[str]]:
     compare = [folded(one) for one in both.split("\n\n")]
     return {
         "compare": compare,
-        SMOL: [folded(first_token), folded(not_there), folded(vector)],
+        SMOL: [folded(one) for one in (first_token, not_there, of_parts, vector)],
         QWEN: [folded(one) for one in f"{qwen}\n\n{first}".split("\n\n")],
     }
 

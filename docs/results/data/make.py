@@ -7,8 +7,9 @@
 FOLDER holds run/ (with results of locate and of ``rates --by correct``) and bands/ (of locate
 --maps bands blocks); a table without its folder is left out.
 ``verdicts.py`` then judges the turns. RUN of ``drawn`` was sampled with ``--drawn-tokens 1 3 all``;
-it may have labels of the annotators ``reader`` and ``second``, and results of ``mass`` and
-``interchange --outcome mass``. Labels of first tokens, and tables of vectors, were added by hand.
+it may have labels of the annotators ``reader`` and ``second``, and results of ``mass`` and of
+``interchange`` and ``locate`` with ``--outcome mass``. Labels of first tokens, and tables of
+vectors, were added by hand.
 """
 
 import sys
@@ -106,11 +107,11 @@ def drawn(run: Run, folder: Path) -> dict[str, pd.DataFrame]:
     if (first := results / "mass/first_tokens.parquet").is_file():
         columns = ["context_id", "opening", "p", "greedy", "category", "text"]
         tables["first_tokens"] = pd.read_parquet(first)[columns]
-    moved = results / "interchange-mass/rows.parquet"
-    if moved.is_file():
-        parts = ["", f"{IN_ROLE} ", f"{COVERED} ", "own ", "query "]
-        columns = [f"{part}{arm}" for part in parts for arm in ARMS]
-        tables["layers"] = pd.read_parquet(moved)[["source", "layer", "unchanged", *columns]]
+    for name, of, by in (("layers", "interchange", "layer"), ("sites", "locate", "term")):
+        if (moved := results / f"{of}-mass/rows.parquet").is_file():
+            columns = ["", f"{IN_ROLE} ", f"{COVERED} ", "own ", "query "]
+            columns = [f"{which}{arm}" for which in columns for arm in ARMS]
+            tables[name] = pd.read_parquet(moved)[["source", by, "unchanged", *columns]]
     renamed = {"context_id": "context", "drawn_tokens": "drawn"}
     return {name: one.rename(columns=renamed) for name, one in tables.items()}
 
