@@ -404,10 +404,10 @@ class Mass(Experiment):
             parts | {RATE + LESS: ("minus greedy", "+.2f")},
             index=("dataset", "decoding"),
             rows="conversations",
-            legend=f"{FIRST}: the follow-up mass, to which what is not covered may add. Its minus "
-            "greedy is that of mass / covered, so it isn't the difference of two lines. Once in "
-            "role: follow-ups by turns that neither repeat "
-            "the conversation nor speak as the assistant." + self._by,
+            legend=f"{FIRST}: the follow-up mass, to which what isn't covered may add. Its minus "
+            "greedy is of the mass divided by what is covered: no difference of two lines. Once in "
+            "role: follow-ups by turns that neither repeat the conversation nor speak as the "
+            "assistant." + self._by,
         )
         return [
             *whole[:1],

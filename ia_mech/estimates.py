@@ -338,7 +338,7 @@ def few_sources(estimates: pd.DataFrame) -> list[str]:
     too_few = least[2.0 ** (1 - least) >= LEAST_P]
     for count, of in too_few.groupby(too_few):
         note += (
-            f" With n = {count} ({', '.join(of.index)}) a test of signs gives no p below "
+            f" With {count} queries ({', '.join(of.index)}) a test of signs gives no p below "
             f"{2.0 ** (1 - count):.2g}, however large the effect."
         )
     return [note]

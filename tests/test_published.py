@@ -624,22 +624,22 @@ def found_sentences(short: bool) -> list[str]:
     brief = f"""**Sampling brings out follow-ups in one model of two.** In Qwen2.5-Coder-1.5B
     {readers[0]}% of greedy user turns are follow-ups, and {readers[1]}% of those sampled at T =
     0.7. Some turns count after another query's conversation, too; minus these the rise is
-    {mean(100 * by_readers(QWEN, BEYOND_WRONG), 0)} points (95% interval: {low} to {high}). In
-    SmolLM2-135M no rise is shown.
+    {mean(100 * by_readers(QWEN, BEYOND_WRONG), 0)} points (95% interval: {low} to {high}). Most
+    count after another response to their query; minus those, no rise is shown. In SmolLM2-135M none
+    is shown.
 
     **More turns stay in the user's role.** Of greedy turns after {len(at(0))} new queries,
-    {role[0]}% neither repeat the conversation nor answer it; of sampled ones {role[ALL]}%. Among
-    turns that do neither, follow-ups aren't shown to become more frequent.
+    {role[0]}% neither repeat the conversation nor answer it; of sampled ones {role[ALL]}%. Of
+    turns that do neither, the share that follows up isn't shown to rise.
 
-    **One vector does as much.** Learned on other queries and added to the state of the header's
-    last token, it raises greedy follow-ups from {steered[0]}% to {steered[1]}%; one learned from
-    permuted labels leaves {steered[2]}%.
+    **One vector does as much.** It is learned on other queries and added to the hidden state of the
+    header's last token. Greedy follow-ups rise from {steered[0]}% to {steered[1]}%; with a vector
+    learned from shuffled labels they stay at {steered[2]}%.
 
-    **What a turn says is read from the response's tokens.** How much a turn tells about which of
-    three responses it followed is measured in bits, at most 1.58. Sampled turns tell {all_q}. With
-    only the response's keys and values from that response it is {own_q}
-    ({mean(site(QWEN, "written: response"))} in turns written so), with only the user header's
-    {head_q}."""
+    **What a turn says is read from the response's tokens.** Which of three responses did a turn
+    follow? Sampled turns tell {all_q} bits of at most 1.58 (log₂ 3). If only the response's keys
+    and values are from that response, they tell {own_q} ({mean(site(QWEN, "written: response"))} if
+    they are written anew), if only the user header's are, {head_q}."""
     said = f"""{readers[0]}% of Qwen2.5-Coder-1.5B's greedy user turns are follow-ups, and
     {readers[1]}% of its sampled turns are; in SmolLM2-135M no rise is shown.
 

@@ -58,7 +58,7 @@ def test_fewer_copies_are_said_to_be_staying_in_role():
     assert rows["value"].tolist() == pytest.approx([0.1625, 0.1625, 0.0], abs=0.03)
     said = verdict(rows)
     assert f"changes by {rise} (p < 0.001). Of this, {role} is" in said
-    assert f"follow-ups: {rest} (p = " in said
+    assert f"follow-ups: {rest} (with 80% power" in said
 
 
 def test_turns_that_stay_in_role_more_often_and_follow_up_less_are_said_so():

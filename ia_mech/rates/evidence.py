@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from ia_mech.errors import UserError
 from ia_mech.models.embedded import cache_dir
-from ia_mech.results import folders_of
+from ia_mech.results import folder_of, folders_of, read
 from ia_mech.run import Run
 from ia_mech.run.labelled import positions
 from ia_mech.run.labels import KEY
@@ -69,6 +69,24 @@ def changed_runs(run: Run, folders: Sequence[Path]) -> list[tuple[Run, pd.DataFr
                 if table is not None:
                     found.append((changed, table))
     return found
+
+
+def without_response(run: Run, judge: str) -> str:
+    """How many turns that were written without the response a judge calls follow-ups to it, in
+    words: those of ``ia-mech perturbations --conditions remove``; empty without such results."""
+    folder = folder_of(run.path, "perturbations")
+    if not (folder / "turns.parquet").is_file():
+        return ""
+    about = read(folder).about
+    if about.get("judge") != judge or run.identity_digest not in about["identities"]:
+        return ""
+    turns = pd.read_parquet(folder / "turns.parquet")
+    turns = turns[(turns["condition"] == "remove") & turns[FITS_ORIGINAL].notna()]
+    counts = turns.groupby("temperature")[FITS_ORIGINAL].agg(["sum", "count"]).astype(int)
+    return " and ".join(
+        f"{yes} of {of} {f'sampled at T = {t:g}' if t else 'greedy ones'}"
+        for t, yes, of in counts.itertuples()
+    )
 
 
 def table_of_run(folder: Path, run: Run, stem: str, columns: Sequence[str]) -> pd.DataFrame | None:

@@ -77,8 +77,7 @@ def verdict(estimates: pd.DataFrame, level: float = 0.95, fit: float = math.inf)
         row = found[quantity]
         differs = row["p_holm"] < 1 - level
         could = "" if differs else could_show(smallest_effect(row, level), most=1)
-        numbers = [p_value(row["p_holm"]), *([could] if could else [])]
-        return f"{estimate_of(row).text(sign=True)} ({'; '.join(numbers)})"
+        return f"{estimate_of(row).text(sign=True)} ({could or p_value(row['p_holm'])})"
 
     gate, rises = found[RISE]["gate"], best in shown_at
     several = f", the best of {len(tried)} temperatures" if len(tried) > 1 else ""

@@ -13,7 +13,7 @@ from ia_mech.judge.decoys import AFTER, DECOY_KINDS, WRONG
 from ia_mech.judge.rubric import heading
 from ia_mech.rates import figures, latent
 from ia_mech.rates.compute import MIN_ANNOTATED, MIN_ANNOTATED_SOURCES, RELIABILITY_TURNS, estimates
-from ia_mech.rates.evidence import DEPENDENT
+from ia_mech.rates.evidence import DEPENDENT, without_response
 from ia_mech.rates.fit import highest, marked
 from ia_mech.rates.gate import Gate, named
 from ia_mech.rates.load import EVERY, SUBJECT, JudgedTurns, matching
@@ -90,7 +90,14 @@ def result_on(
     shown += "" if judged.drawn_tokens is None else f"-drawn-{judged.drawn_tokens}"
     labellers = judged.judge, settings.get("annotator")
     known = judged.record.get("caveat", "").rstrip(".")
-    control = [f"{'; '.join(gate.short for gate in gates)}."]
+    counts = [without_response(run, judged.judge) for run in judged.runs]
+    beside = [
+        f"but of turns written without the response it calls {one} follow-ups to it, which they "
+        "can't be"
+        for one in counts
+        if one
+    ]
+    control = [f"{'; '.join([*(gate.short for gate in gates), *beside])}."]
     control += [sentence for gate in gates for sentence in gate.details]
     control += [f"{known[0].upper()}{known[1:]}."] if known else []
     made = Result(
@@ -162,7 +169,10 @@ def _sentence(judged: JudgedTurns, of: pd.DataFrame, groups: pd.DataFrame, level
     if turns["unfinished"].any():
         said.append(f"{turns['unfinished'].mean():.0%} of the turns follow an unfinished response.")
     return " ".join(
-        filter(None, [*said, latent.verdict(of, level, highest(judged.record)), _reaction(gate)])
+        filter(
+            None,
+            [*said, latent.verdict(of, level, highest(judged.record)), _reaction(gate, judged)],
+        )
     )
 
 
@@ -200,10 +210,12 @@ def _by_group(field: str, rows: pd.DataFrame) -> str:
     return f"By {field}, {ends[0]} to {ends[1]} of {turns} are follow-ups{aside}."
 
 
-def _reaction(gate: Gate) -> str:
+def _reaction(gate: Gate, judged: JudgedTurns) -> str:
     """Whether turns react to the response that they followed, which siblings alone can tell."""
     siblings = gate.siblings
     if siblings is None or not siblings.decoys:
+        if any(without_response(run, judged.judge) for run in judged.runs):
+            return ""
         return (
             "Whether turns need their response this doesn't tell: ia-mech perturbations RUN "
             "--conditions remove does, or several responses to each query (sample with --response "

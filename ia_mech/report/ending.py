@@ -3,16 +3,14 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import pandas as pd
-
 from ia_mech.estimates import all_datasets
 from ia_mech.judge.shown import labelled_turns, lines_of, rule
-from ia_mech.rates.evidence import FITS_ORIGINAL
+from ia_mech.rates.evidence import without_response
 from ia_mech.rates.fit import highest, starred, temperature
 from ia_mech.rates.gate import PASSED, gate_of, named
 from ia_mech.rates.latent import conclusion
 from ia_mech.rates.load import EVERY, decoys_of
-from ia_mech.results import folder_of, read
+from ia_mech.results import read
 from ia_mech.run import Run
 from ia_mech.run.layout import UNPERTURBED
 
@@ -39,7 +37,11 @@ def conclusions(
 def turns_shown(run: Run, judge: str) -> Iterator[str]:
     """The control, and the lines that show some turns of a run with their labels."""
     yield from control(run, judge)
-    yield from without_response(run, judge)
+    if counts := without_response(run, judge):
+        yield (
+            f"Of turns written without the response, {counts} are called follow-ups to it, too, "
+            "which they can't be."
+        )
     yield ""
     turns = labelled_turns(run, judge, TURNS)
     yield f"Turns with their labels ({rule(turns)}):"
@@ -87,25 +89,6 @@ def control(run: Run, judge: str) -> Iterator[str]:
         yield (
             f"Control {gate.verdict}: shown after a wrong conversation (one of another query), "
             f"{gate.count(gate.floor)} of {gate.decoys} turns count as follow-ups.{why}"
-        )
-
-
-def without_response(run: Run, judge: str) -> Iterator[str]:
-    """How many turns that were written without the response count as follow-ups to it: those of
-    ``ia-mech perturbations --conditions remove``; nothing without its results by this judge."""
-    folder = folder_of(run.path, "perturbations")
-    if not (folder / "turns.parquet").is_file() or read(folder).about["judge"] != judge:
-        return
-    turns = pd.read_parquet(folder / "turns.parquet")
-    turns = turns[(turns["condition"] == "remove") & turns[FITS_ORIGINAL].notna()]
-    counts = turns.groupby("temperature")[FITS_ORIGINAL].agg(["sum", "count"]).astype(int)
-    if said := [
-        f"{yes} of {of} {f'sampled at T = {t:g}' if t else 'greedy turns'}"
-        for t, yes, of in counts.itertuples()
-    ]:
-        yield (
-            f"Written without the response, {' and '.join(said)} count as well: these take up the "
-            "query alone."
         )
 
 
