@@ -151,6 +151,7 @@ class Bar:
     def _tell(self, bar: tqdm) -> None:
         """Show a line of the bar, where it can't be redrawn."""
         if not self._redrawn:
+            self._shown = bar.n, bar.postfix
             self.say(str(bar))
             self._told, self._told_at = self._told + 1, time.monotonic()
 
@@ -160,7 +161,7 @@ class Bar:
     def stop(self) -> None:
         with self._reporting:
             if self._bar is not None:
-                if self._told:
+                if self._told and self._shown != (self._bar.n, self._bar.postfix):
                     self._tell(self._bar)
                 self._bar.close()
                 self._bar = None

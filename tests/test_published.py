@@ -608,7 +608,8 @@ def mean(values: pd.Series, digits: int = 2) -> str:
 
 def found_sentences(short: bool) -> list[str]:
     """What was found: in README's few words, or as compare.md opens."""
-    readers = [mean(100 * by_readers(QWEN, one), 0) for one in (GREEDY, SAMPLED)]
+    asked = GREEDY, SAMPLED, GREEDY_WRONG, SAMPLED_WRONG
+    readers = [mean(100 * by_readers(QWEN, one), 0) for one in asked]
     out = [by_readers(QWEN, t, "out_of_role") for t in (GREEDY, SAMPLED)]
     in_role = read(QWEN)[(read(QWEN)["where"] == OWN) & (read(QWEN)["out_of_role"] == 0)]
     within = [mean(100 * of, 0) for _, of in in_role.groupby("temperature")["follow_up"]]
@@ -623,23 +624,22 @@ def found_sentences(short: bool) -> list[str]:
     ]
     brief = f"""**Sampling brings out follow-ups in one model of two.** In Qwen2.5-Coder-1.5B
     {readers[0]}% of greedy user turns are follow-ups, and {readers[1]}% of those sampled at T =
-    0.7. Some turns count after another query's conversation, too; minus these the rise is
-    {mean(100 * by_readers(QWEN, BEYOND_WRONG), 0)} points (95% interval: {low} to {high}). Most
-    count after another response to their query; minus those, no rise is shown. In SmolLM2-135M none
-    is shown.
+    0.7. Shown after another query's conversation, {readers[2]}% and {readers[3]}% are; minus these,
+    the rise is {mean(100 * by_readers(QWEN, BEYOND_WRONG), 0)} points (95% interval: {low} to
+    {high}). Shown after another response to the same query, almost as many count as after their
+    own; minus those, no rise is shown. In SmolLM2-135M none is shown.
 
-    **More turns stay in the user's role.** Of greedy turns after {len(at(0))} new queries,
-    {role[0]}% neither repeat the conversation nor answer it; of sampled ones {role[ALL]}%. Of
-    turns that do neither, the share that follows up isn't shown to rise.
+    **More turns stay in the user's role.** After {len(at(0))} new queries {role[0]}% of greedy
+    turns, and {role[ALL]}% of sampled ones, neither repeat the conversation nor answer it. Among
+    these alone follow-ups aren't shown to rise.
 
     **One vector does as much.** It is learned on other queries and added to the hidden state of the
     header's last token. Greedy follow-ups rise from {steered[0]}% to {steered[1]}%; with a vector
     learned from shuffled labels they stay at {steered[2]}%.
 
     **What a turn says is read from the response's tokens.** Which of three responses did a turn
-    follow? Sampled turns tell {all_q} bits of at most 1.58 (log₂ 3). If only the response's keys
-    and values are from that response, they tell {own_q} ({mean(site(QWEN, "written: response"))} if
-    they are written anew), if only the user header's are, {head_q}."""
+    follow? Sampled turns tell {all_q} bits of at most 1.58 (log₂ 3), given the response's keys and
+    values alone {own_q}, given the user header's alone {head_q}."""
     said = f"""{readers[0]}% of Qwen2.5-Coder-1.5B's greedy user turns are follow-ups, and
     {readers[1]}% of its sampled turns are; in SmolLM2-135M no rise is shown.
 

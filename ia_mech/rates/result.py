@@ -92,8 +92,8 @@ def result_on(
     known = judged.record.get("caveat", "").rstrip(".")
     counts = [without_response(run, judged.judge) for run in judged.runs]
     beside = [
-        f"but of turns written without the response it calls {one} follow-ups to it, which they "
-        "can't be"
+        f"but of turns written without the response it calls {one} follow-ups to it, by topic or "
+        "by luck"
         for one in counts
         if one
     ]

@@ -39,8 +39,8 @@ def turns_shown(run: Run, judge: str) -> Iterator[str]:
     yield from control(run, judge)
     if counts := without_response(run, judge):
         yield (
-            f"Of turns written without the response, {counts} are called follow-ups to it, too, "
-            "which they can't be."
+            f"Of turns written without the response, {counts} count as follow-ups to it, too, by "
+            "topic or by luck."
         )
     yield ""
     turns = labelled_turns(run, judge, TURNS)
