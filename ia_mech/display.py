@@ -110,7 +110,7 @@ class Bar:
 
     def __init__(self) -> None:
         self._bar: tqdm | None = None
-        self._shown: tuple[float, str | None] = 0, None  # what the last line said
+        self._shown: tuple[float, object] = 0, None  # what the last line said
         self._reporting = threading.RLock()
         tqdm.monitor_interval = 0  # no thread that redraws: :meth:`advance` does
 
