@@ -1,5 +1,6 @@
 """GGUF files: as a user gives one, and as an embedded model is made of one."""
 
+import functools
 import json
 import random
 from pathlib import Path
@@ -33,6 +34,13 @@ WHOLE = {
     "model.norm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
 }
+
+
+@pytest.fixture(autouse=True)
+def names_are_made_once(monkeypatch):
+    """transformers makes the table of a file's tensor names anew for each module of a model."""
+    once = functools.cache(gguf.get_tensor_name_map)
+    monkeypatch.setattr(gguf, "get_tensor_name_map", once)
 
 
 def write_gguf(path: Path, keys=None, tensors=None, model=None, pre="smollm") -> Path:

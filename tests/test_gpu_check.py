@@ -20,6 +20,7 @@ def fails(bench):
     raise RuntimeError("CUDA error:\nan illegal memory access")
 
 
+@pytest.mark.slow
 def test_every_part_runs_in_small_and_one_that_fails_ends_no_other(tmp_path, capfd, monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setattr(gpu_check, "PARTS", {"dies": dies, **PARTS, "fails": fails})

@@ -193,6 +193,7 @@ def test_the_command_tries_what_a_half_learned_on_the_other_half(runs, capfd):
     assert far.status == 2 and "error: no dose has a KL of 1000 after layer 2; " in far.err
 
 
+@pytest.mark.slow
 def test_a_layer_has_the_same_numbers_beside_other_layers(run, tmp_path, capfd):
     """But p values, which are corrected over layers; turns of each layer have folders of their
     own."""
