@@ -151,7 +151,8 @@ class Perturbations(Arms):
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
         turns = "turns of the lowest temperature, of those that the run has"
         flag(parser, "--samples", whole_from(1), 4, turns, metavar="N")
-        of, every = f"changes to make, of {', '.join(CONDITIONS)} (default: all)", list(CONDITIONS)
+        each = "; ".join(f"{name}: {one.shown}" for name, one in CONDITIONS.items())
+        of, every = f"changes to make (default: all). {each}", list(CONDITIONS)
         how: dict[str, Any] = {"nargs": "+", "choices": every, "metavar": "NAME"}
         parser.add_argument("--conditions", default=every, help=of, **how)
 

@@ -622,16 +622,23 @@ def found_sentences(short: bool) -> list[str]:
         mean(100 * under_vector(term, model=NEW), 0)
         for term in ("unsteered", "follow-ups", "permuted")
     ]
-    brief = f"""**Sampling brings out follow-ups in one model of two.** In Qwen2.5-Coder-1.5B
-    {readers[0]}% of greedy user turns are follow-ups, and {readers[1]}% of those sampled at T =
-    0.7. Shown after another query's conversation, {readers[2]}% and {readers[3]}% are; minus these,
-    the rise is {mean(100 * by_readers(QWEN, BEYOND_WRONG), 0)} points (95% interval: {low} to
-    {high}). Shown after another response to the same query, almost as many count as after their
-    own; minus those, no rise is shown. In SmolLM2-135M none is shown.
+    small = [mean(100 * by_readers(SMOL, one), 0) for one in (GREEDY, SAMPLED)]
+    brief = f"""
+    | of 100 user turns, labelled blind by a language model | greedy | sampled at T = 0.7 |
+    | --- | --- | --- |
+    | Qwen2.5-Coder-1.5B: follow-ups | {readers[0]} | {readers[1]} |
+    | control: the same turns, shown after another query's conversation
+    | {readers[2]} | {readers[3]} |
+    | in the user's role, after {len(at(0))} new queries | {role[0]} | {role[ALL]} |
+    | SmolLM2-135M: follow-ups | {small[0]} | {small[1]} |
 
-    **More turns stay in the user's role.** After {len(at(0))} new queries {role[0]}% of greedy
-    turns, and {role[ALL]}% of sampled ones, neither repeat the conversation nor answer it. Among
-    these alone follow-ups aren't shown to rise.
+    **Sampling brings out follow-ups in Qwen, not in SmolLM2.** Minus the control, Qwen's rate rises
+    by {mean(100 * by_readers(QWEN, BEYOND_WRONG), 0)} points (95% interval: {low} to {high}).
+    Nearly as many turns count if they are shown after another response to their query; minus those,
+    no rise is shown.
+
+    **Fewer sampled turns leave the user's role** (they repeat the conversation or answer it). Among
+    those in role follow-ups aren't shown to rise.
 
     **One vector does as much.** It is learned on other queries and added to the hidden state of the
     header's last token. Greedy follow-ups rise from {steered[0]}% to {steered[1]}%; with a vector

@@ -127,10 +127,9 @@ def test_commands_of_missing_results_are_said_and_run(run, report):
     ending = outcome.out.splitlines()
     said = run.labelled("builtin").groupby("temperature")["follow_up"].sum().astype(int)
     assert ending[0] == (
-        f"By the built-in judge, {said[0.0]} of 12 greedy user turns, {said[0.7]} of 24 sampled at "
-        f"T = 0.7 and {said[1.0]} of 24 sampled at T = 1* are follow-ups (*: the judge was fitted "
-        "on turns at T ≤ 0.7). Most of what this judge calls follow-ups fits other conversations, "
-        "too."
+        f"By the built-in judge, {said[0.0]} of 12 greedy user turns and {said[0.7]} of 24 sampled "
+        "at T = 0.7 are follow-ups. Most of what this judge calls follow-ups fits other "
+        "conversations, too."
     )
     assert re.fullmatch(
         r"Control failed: shown after a wrong conversation \(one of another query\), \d+ of 60 "

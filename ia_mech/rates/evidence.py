@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ia_mech.errors import UserError
+from ia_mech.estimates import all_datasets, estimate_of
 from ia_mech.models.embedded import cache_dir
 from ia_mech.results import folder_of, folders_of, read
 from ia_mech.run import Run
@@ -72,20 +73,31 @@ def changed_runs(run: Run, folders: Sequence[Path]) -> list[tuple[Run, pd.DataFr
 
 
 def without_response(run: Run, judge: str) -> str:
-    """How many turns that were written without the response a judge calls follow-ups to it, in
-    words: those of ``ia-mech perturbations --conditions remove``; empty without such results."""
+    """How many turns that were written without the response a judge calls follow-ups to it, and how
+    much lower that rate is, in words: those of ``ia-mech perturbations --conditions remove``; empty
+    without such results."""
     folder = folder_of(run.path, "perturbations")
     if not (folder / "turns.parquet").is_file():
         return ""
-    about = read(folder).about
-    if about.get("judge") != judge or run.identity_digest not in about["identities"]:
+    result = read(folder)
+    if result.about.get("judge") != judge or run.identity_digest not in result.about["identities"]:
         return ""
     turns = pd.read_parquet(folder / "turns.parquet")
     turns = turns[(turns["condition"] == "remove") & turns[FITS_ORIGINAL].notna()]
     counts = turns.groupby("temperature")[FITS_ORIGINAL].agg(["sum", "count"]).astype(int)
-    return " and ".join(
+    if counts.empty:
+        return ""
+    rows = all_datasets(result.estimates)
+    rows = rows[rows["quantity"] == f"follow-ups, minus {UNCHANGED}"]
+    less = rows[rows["term"] == "remove"].sort_values("temperature").itertuples()
+    each = [
         f"{yes} of {of} {f'sampled at T = {t:g}' if t else 'greedy ones'}"
         for t, yes, of in counts.itertuples()
+    ]
+    return (
+        f"of turns written without the response, {' and '.join(each)} count as follow-ups to it, "
+        "too, by topic or by luck (minus the rate with it: "
+        f"{' and '.join(estimate_of(row).text(sign=True) for row in less)})"
     )
 
 

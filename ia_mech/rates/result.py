@@ -91,12 +91,7 @@ def result_on(
     labellers = judged.judge, settings.get("annotator")
     known = judged.record.get("caveat", "").rstrip(".")
     counts = [without_response(run, judged.judge) for run in judged.runs]
-    beside = [
-        f"but of turns written without the response it calls {one} follow-ups to it, by topic or "
-        "by luck"
-        for one in counts
-        if one
-    ]
+    beside = [f"but {one}" for one in counts if one]
     control = [f"{'; '.join([*(gate.short for gate in gates), *beside])}."]
     control += [sentence for gate in gates for sentence in gate.details]
     control += [f"{known[0].upper()}{known[1:]}."] if known else []

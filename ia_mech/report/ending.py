@@ -38,10 +38,7 @@ def turns_shown(run: Run, judge: str) -> Iterator[str]:
     """The control, and the lines that show some turns of a run with their labels."""
     yield from control(run, judge)
     if counts := without_response(run, judge):
-        yield (
-            f"Of turns written without the response, {counts} count as follow-ups to it, too, by "
-            "topic or by luck."
-        )
+        yield f"{counts[0].upper()}{counts[1:]}."
     yield ""
     turns = labelled_turns(run, judge, TURNS)
     yield f"Turns with their labels ({rule(turns)}):"
@@ -49,8 +46,9 @@ def turns_shown(run: Run, judge: str) -> Iterator[str]:
 
 
 def sentence(run: Run, judge: str) -> str:
-    """How many turns a judge calls follow-ups, greedy and sampled, of those that it could assess;
-    turns after perturbed contexts are left out."""
+    """How many turns a judge calls follow-ups, greedy and sampled, of those that it could assess.
+    Turns after perturbed contexts are left out, and temperatures above the judge's fit if there are
+    others."""
     rows = run.labelled(judge, texts=False)
     rows = rows[run.drawn(rows)]
     rows = rows[(rows["perturbation"] == UNPERTURBED) & rows["follow_up"].notna()]
@@ -61,6 +59,7 @@ def sentence(run: Run, judge: str) -> str:
     counts = rows.groupby("temperature")["follow_up"].agg(["sum", "count"]).astype(int)
     parts = [f"{yes} of {of} greedy user turns" for t, yes, of in counts.itertuples() if t == 0]
     sampled = counts[counts.index > 0]
+    sampled = sampled[sampled.index <= max(fit, sampled.index.min())]
     if len(sampled) > LISTED:
         listed = [
             f"{sampled['sum'].sum()} of {sampled['count'].sum()} sampled at {len(sampled)} "
