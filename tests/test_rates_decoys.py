@@ -1,5 +1,7 @@
 """Rates beside their floor: what decoys say of a judge, and the words that follow from it."""
 
+import math
+import re
 import shutil
 from dataclasses import replace
 
@@ -146,6 +148,21 @@ def test_perturbed_contexts_do_not_decide():
     assert "it calls 3 of the 3 turns follow-ups, and 0 of them if" in few.details[0]
     alone = gate_of(pairs.assign(decoy="sibling"), "j")
     assert alone.verdict == "no decoys" and alone.siblings.decoys == 40
+
+
+def test_an_undecided_control_says_how_many_queries_would_do():
+    def of(n: int):
+        """8 of 20 turns are follow-ups, 3 of 20 after wrong conversations."""
+        pairs = pd.DataFrame({"perturbation": "none", "decoy": "wrong_conversation"}, range(n))
+        pairs = pairs.assign(source=range(n), shown_source=np.roll(range(n), 1))
+        own, there = (pairs.index % 20 < 8).astype(float), (pairs.index % 20 > 16).astype(float)
+        return gate_of(pairs.assign(own_follow_up=own, follow_up=there), "j")
+
+    few = of(40)
+    assert few.verdict == "undecided"
+    (needed,) = re.findall(r"half as many; about (\d+) queries like these would show it", few.short)
+    more = of(20 * math.ceil(int(needed) / 20))
+    assert more.verdict == "passed" and 0 < more.margin.low < more.margin.value / 2
 
 
 def test_counts_of_the_control_can_be_subtracted():

@@ -4,12 +4,14 @@ It is one word per model, judge and kind of decoy, which stands wherever numbers
 appear. It says nothing of any single number.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 
 from ia_mech.data.conversations import UNPERTURBED
+from ia_mech.estimates import smallest_effect
 from ia_mech.judge.decoys import AFTER, SIBLING, WRONG
 from ia_mech.run.labels import BUILT_IN
 from ia_mech.stats import Estimate, dyadic_difference
@@ -75,7 +77,7 @@ class Gate:
                 "wrong conversation, one of another query (that takes two queries of a dataset)"
             )
         if self.verdict == UNDECIDED:
-            why = "which isn't shown to be less than half as many"
+            why = f"which isn't shown to be less than half as many{self.enough}"
             few = self.margin.few or np.isnan(self.margin.value)
             return (
                 f"{self.decided}: {self.count(self.rate)} of {self.decoys} turns are follow-ups by "
@@ -86,6 +88,16 @@ class Gate:
             f"{self.decided} (the follow-up rate minus that after wrong conversations is "
             f"{self.beyond.text(sign=True)})"
         )
+
+    @property
+    def enough(self) -> str:
+        """How many queries like these would show with 80% power that the margin is above 0, in
+        words; empty unless it seems to be."""
+        least = smallest_effect(vars(self.margin), GATE_LEVEL)
+        if not least > self.margin.value > 0:
+            return ""
+        needed = math.ceil(self.margin.sources * (least / self.margin.value) ** 2)
+        return f"; about {needed} queries like these would show it"
 
     @property
     def details(self) -> list[str]:
