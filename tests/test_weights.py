@@ -10,6 +10,7 @@ from torch import nn
 
 from ia_mech.engine import weights
 from ia_mech.engine.passes import Pass, making
+from ia_mech.engine.state import Prefix, prefill
 from ia_mech.engine.weights import BothOrders, describe, reorder_weights
 from ia_mech.models.load import weights_hash, whole_weight
 
@@ -120,3 +121,16 @@ def test_a_copy_has_weights_of_its_own():
         other[0].weight.mul_(2)
     torch.testing.assert_close(in_a_pass(other, x), 2 * before, atol=1e-6, rtol=1e-6)
     assert torch.equal(in_a_pass(layer, x), before)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_rows_of_the_unembedding_follow_one_another_in_memory(family, count):
+    model, seen = tiny.model(family), []
+    head = model.get_output_embeddings()
+    hook = head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    prefill(model, [Prefix(tuple(tiny.prompt(6, seed))) for seed in range(count)])
+    hook.remove()
+    (rows,) = seen
+    assert rows.shape == (count, 1, rows.shape[-1])
+    assert rows.stride() == torch.empty(rows.shape).stride()

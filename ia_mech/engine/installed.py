@@ -28,7 +28,7 @@ from ia_mech.engine.blocks import find_blocks
 from ia_mech.engine.norms import fuse_norms
 from ia_mech.engine.passes import current, hook_blocks
 from ia_mech.engine.shared import Engine, attend_shared, is_shared
-from ia_mech.engine.weights import reorder_weights
+from ia_mech.engine.weights import pack_rows, reorder_weights
 from ia_mech.models.load import ROUTED, rotation_border, text_config
 
 ATTRIBUTE = "_ia_mech_installed"  # a model's attribute that holds its Installed
@@ -107,6 +107,8 @@ def install(model: PreTrainedModel) -> Installed:
     if ATTRIBUTE not in vars(model):
         blocks, config = find_blocks(model), text_config(model.config)
         hook_blocks(blocks)
+        if model.device.type == "cpu":
+            pack_rows(model)
         engine, border = Engine.possible(model), rotation_border(model.config)
         made = Installed(len(blocks), config, config._attn_implementation, border, engine)
         setattr(model, ATTRIBUTE, made)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from transformers import PreTrainedModel
 
 from ia_mech.engine.passes import current
 
@@ -60,6 +61,20 @@ def reorder_weights(model: nn.Module) -> None:
             module.forward = forward  # type: ignore[method-assign, assignment]
     except (AttributeError, RuntimeError):  # a build of PyTorch without these operations
         return
+
+
+def pack_rows(model: PreTrainedModel) -> None:
+    """Give the unembedding of a model on a CPU rows that follow one another in memory.
+
+    Those of a prefill's last tokens don't, and PyTorch's bfloat16 product (2.13, AVX-512) then
+    takes 2.4 s a row instead of 0.04 s, with a vocabulary of 151,936 and 1,536 dimensions.
+    """
+    model.get_output_embeddings().register_forward_pre_hook(_packed)
+
+
+def _packed(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    # contiguous() would leave a single row as it is.
+    return tuple(one.clone(memory_format=torch.contiguous_format) for one in inputs)
 
 
 def held_bytes(model: nn.Module) -> int:
