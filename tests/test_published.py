@@ -503,6 +503,19 @@ def of_covered(model: str = NEW) -> Ends:
     return over_pairs(last.assign(moved=shares[0] - shares[1]), "moved")
 
 
+def by_site(model: str) -> dict[str, list[Ends]]:
+    """Of each part of the context whose keys and values are a donor's: how far the mass moves from
+    the low to the high donor, that as a share of what the recipient's first tokens hold, and the
+    difference of two equal donors."""
+    found = {}
+    for name, one in table(model, "sites").groupby("term"):
+        shares = [one[arm] / one[f"probability of the openings {arm}"] for arm in ("high", "low")]
+        one = one.assign(moved=one["high"] - one["low"], share=shares[0] - shares[1])
+        one = one.assign(equal=one["equal a"] - one["equal b"])
+        found[name] = [over_pairs(one, what) for what in ("moved", "share", "equal")]
+    return found
+
+
 def over_pairs(cell: pd.DataFrame, name: str) -> Ends:
     """A mean with its interval over recipients' and donors' queries."""
     donors = ("equal a", "equal b") if name == "equal" else ("high", "low")
@@ -714,6 +727,11 @@ def sentences() -> dict[str, list[str]]:
     both_say = f"{kappa(*((under[one] == 'follow_up').to_numpy(float) for one in BOTH)):.2f}"
     vector, control = (partial(under_vector, t, model=NEW) for t in ("follow-ups", "permuted"))
     over_control = by_kind(vector() - control())
+    part, of_qwen = (
+        {name: [around(one, 2, sign=True) for one in each] for name, each in by_site(m).items()}
+        for m in (SMOL_NEW, NEW)
+    )
+    (response,) = by_site(NEW)["response"][:1]
     first = f"""Two annotators, one language model twice, labelled {len(twice)}
     turns; numbers are means of both. They agree with κ {agreed[0]}, the judge with the first of
     them with κ {agreed[1]}.
@@ -762,6 +780,9 @@ def sentences() -> dict[str, list[str]]:
     13. After wrong conversations turns under the vector count not more often than those under the
     control, by 5 points: **not shown** ({change(vector(wrong=True) - control(wrong=True))}).
 
+    14. The mass is higher if the response's keys and values are those of a conversation of high
+    rather than of low mass: **yes** ({around(response, 3, sign=True)}).
+
     Follow-ups rise by {over_control[0]} over the control after built-in queries,
     {over_control[1]} after IFBench's and {over_control[2]} after MT-bench's. Two annotators agree
     with κ {both_say}.
@@ -785,6 +806,12 @@ def sentences() -> dict[str, list[str]]:
     ({adds["attn", 22]}) and the MLPs of layers 19 and 20 ({adds["mlp", 19]} and {adds["mlp", 20]})
     are shown to move it, Holm-corrected; all MLPs together do ({adds["mlp", -1]}).
 
+    If the response's keys and values are those of the donor, and what follows is computed anew, the
+    mass moves by {of_qwen["response"][0]} ({of_qwen["response"][1]} as a share of what the
+    recipient's first tokens hold). That is little, and two donors of equal mass differ by
+    {of_qwen["response"][2]}. The query's move it by {of_qwen["query"][0]}, but as a share this
+    isn't shown ({of_qwen["query"][1]}).
+
     What can be moved is little: {last}, though the donors' own masses differ by {apart()}. Most of
     that isn't in how likely first tokens are, but in what they lead to. After built-in queries
     alone nothing is shown ({at_end})."""
@@ -799,15 +826,6 @@ def sentences() -> dict[str, list[str]]:
     {shown[2]} are follow-ups ({grown[0]}), {100 * inside.mean():.0f} of 100 turns in role."""
     own = moved_masses(SMOL_NEW)
     donors = around(over_pairs(own[own["layer"] == 30], "moved"), 2, sign=True)
-    by_site = dict(list(table(SMOL_NEW, "sites").groupby("term")))
-    part = {}
-    for name, one in by_site.items():
-        shares = [one[arm] / one[f"probability of the openings {arm}"] for arm in ("high", "low")]
-        one = one.assign(moved=one["high"] - one["low"], share=shares[0] - shares[1])
-        one = one.assign(equal=one["equal a"] - one["equal b"])
-        part[name] = [
-            around(over_pairs(one, what), 2, sign=True) for what in ("moved", "share", "equal")
-        ]
     masses = first_masses(SMOL_NEW)["mass"]
     not_there = f"""After {len(masses)} new queries its follow-up mass is {amount(masses)}. The
     header's last state isn't shown to move it after any layer; what can be moved isn't shown to be

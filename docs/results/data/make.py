@@ -8,8 +8,8 @@ FOLDER holds run/ (with results of locate and of ``rates --by correct``) and ban
 --maps bands blocks); a table without its folder is left out.
 ``verdicts.py`` then judges the turns. RUN of ``drawn`` was sampled with ``--drawn-tokens 1 3 all``;
 it may have labels of the annotators ``reader`` and ``second``, and results of ``mass`` and of
-``interchange`` and ``locate`` with ``--outcome mass``. Labels of first tokens, and tables of
-vectors, were added by hand.
+``interchange`` and ``locate`` with ``--outcome mass``. Labels of first tokens, tables of
+vectors, and the sites of Qwen, were added by hand.
 """
 
 import sys
