@@ -138,51 +138,89 @@ def sample_arm(of: "Loaded", arm: Arm, folder: Path) -> Run:
     """
     from ia_mech.collect.job import collect
     from ia_mech.collect.plan import Plan
-    from ia_mech.steering import SteeringVector
 
-    first, model = of.run, of.spec
-    # Absolute, for the path is part of the run's configuration, wherever the command is given.
-    file, out = folder.resolve() / CONVERSATIONS, folder / RUN
-    lines = (json.dumps(one.to_dict(), ensure_ascii=False) for one in told_apart(arm, of.chat))
-    content = "".join(f"{line}\n" for line in lines).encode()
-    same = file.is_file() and file.read_bytes() == content
-    if (out / layout.RUN).is_file() and not same:
-        differs = "holds other conversations, or other conditions, than these"
-        raise UserError(
-            f"{file} {differs if file.is_file() else 'is missing'}",
-            "give another --out, or what it was made with",
-        )
+    made = _Sampled(of, arm, folder)
+    if (run := made.finished()) is not None:
+        return run
 
     def write(scratch: Path) -> None:
-        scratch.write_bytes(content)
+        scratch.write_bytes(made.content)
 
     folder.mkdir(parents=True, exist_ok=True)
-    if not same:
-        integrity.replace_file(file, write)
-    changes, vector = dict(arm.settings), None
-    if file_of_vector := arm.settings.get("intervention"):
-        changes["intervention"] = str(file_of_vector)
-        vector = SteeringVector.load(file_of_vector).sha256  # not its file's name, tells runs apart
-    settings = Settings(
-        **{name: first.settings[name] for name in SHARED}
-        | {"model": model.name, "adapter": model.adapter, "dataset": str(file), "limit": None}
-        | {"response": "given", "header_logits": "none", "positions": POSITIONS}
-        | changes
-    )
-    if (out / layout.RUN).is_file():
-        there = Run.open(out)
-        wanted = {"settings": settings.to_dict(), "intervention": vector}
-        kept = {"settings": there.settings | {"dataset": str(file)}}
-        kept["intervention"] = there.record["identity"]["intervention"]
-        if there.model["weights_hash"] == first.model["weights_hash"]:  # wherever they are
-            kept["settings"] |= {"model": model.name, "adapter": model.adapter}
-        if there.complete and without_folders(kept) == without_folders(wanted):
-            return there
-    used, contexts = of.team, len(arm.conversations)
-    turns = f"{contexts} conversations, {contexts * len(settings.rows())} user turns at most"
-    print(f"{turns}, {settings.model} on {used.device}, to {out}", file=sys.stderr)
-    plan = Plan(settings, out, device=used.device)
+    if not made.same:
+        integrity.replace_file(made.file, write)
+    settings, used, contexts = made.settings, of.team, len(arm.conversations)
+    many = f"{contexts} conversation{'s' * (contexts > 1)}"
+    turns = f"{many}, {contexts * len(settings.rows())} user turns at most"
+    print(f"{turns}, {settings.model} on {used.device}, to {made.out}", file=sys.stderr)
+    plan = Plan(settings, made.out, device=used.device)
     return collect(plan, used, Bar(), crew=of.crew, interventions=arm.interventions)
+
+
+def is_sampled(of: "Loaded", arm: Arm, folder: Path) -> bool:
+    """Whether a folder holds an arm's run already.
+
+    Raises:
+        UserError: as :func:`sample_arm`.
+    """
+    return _Sampled(of, arm, folder).finished() is not None
+
+
+class _Sampled:
+    """What the folder of an arm holds, and is to hold."""
+
+    def __init__(self, of: "Loaded", arm: Arm, folder: Path) -> None:
+        self.of, self.arm, self.out = of, arm, folder / RUN
+        # Absolute, for the path is part of the run's configuration, wherever the command is given.
+        self.file = folder.resolve() / CONVERSATIONS
+        lines = (json.dumps(one.to_dict(), ensure_ascii=False) for one in told_apart(arm, of.chat))
+        self.content = "".join(f"{line}\n" for line in lines).encode()
+
+    @property
+    def same(self) -> bool:
+        """Whether it holds the arm's conversations."""
+        return self.file.is_file() and self.file.read_bytes() == self.content
+
+    @property
+    def settings(self) -> Settings:
+        """Of the arm's run."""
+        first, model, changes = self.of.run, self.of.spec, dict(self.arm.settings)
+        if vector := changes.get("intervention"):
+            changes["intervention"] = str(vector)
+        return Settings(
+            **{name: first.settings[name] for name in SHARED}
+            | {"model": model.name, "adapter": model.adapter, "dataset": str(self.file)}
+            | {"limit": None, "response": "given", "header_logits": "none", "positions": POSITIONS}
+            | changes
+        )
+
+    def finished(self) -> Run | None:
+        """The arm's run, if it is there and whole.
+
+        Raises:
+            UserError: another is.
+        """
+        from ia_mech.steering import SteeringVector
+
+        if not (self.out / layout.RUN).is_file():
+            return None
+        if not self.same:
+            differs = "holds other conversations, or other conditions, than these"
+            raise UserError(
+                f"{self.file} {differs if self.file.is_file() else 'is missing'}",
+                f"give another --out, what it was made with, or remove {self.out.parent}",
+            )
+        there, vector = Run.open(self.out), self.arm.settings.get("intervention")
+        wanted: dict[str, Any] = {"settings": self.settings.to_dict(), "intervention": None}
+        if vector:  # not its file's name, tells runs apart
+            wanted["intervention"] = SteeringVector.load(vector).sha256
+        kept = {"settings": there.settings | {"dataset": str(self.file)}}
+        kept["intervention"] = there.record["identity"]["intervention"]
+        model = self.of.spec
+        if there.model["weights_hash"] == self.of.run.model["weights_hash"]:  # wherever they are
+            kept["settings"] |= {"model": model.name, "adapter": model.adapter}
+        alike = without_folders(kept) == without_folders(wanted)
+        return there if there.complete and alike else None
 
 
 # -- judged ----------------------------------------------------------------------------------------
@@ -200,15 +238,21 @@ def judge_alike(first: Run, runs: Sequence[Run], judge: str, *, unperturbed: boo
     todo = [(run, name) for name in names for run in runs if name not in run.labels.judges]
     own, ours = first.labels.record("judgements", judge).get("identity", {}), builtin_judge()
     if todo and identity_hash(own) != identity_hash(ours.identity):
-        commands = " and ".join(
-            f"ia-mech judge run {shell_word(run.path)} --name {name}"
-            + " --unperturbed" * names[name]
-            for run, name in todo
-        )
-        lacking = " and ".join(dict.fromkeys(str(run.path) for run, _ in todo))
+        commands = []
+        for name in dict.fromkeys(name for _, name in todo):
+            paths = [shell_word(run.path) for run, own in todo if own == name]
+            flags = f"--name {name}{' --unperturbed' * names[name]}"
+            commands.append(
+                f"for run in {' '.join(paths)}; do ia-mech judge run $run {flags}; done"
+                if len(paths) > 1
+                else f"ia-mech judge run {paths[0]} {flags}"
+            )
+        lacking = list(dict.fromkeys(str(run.path) for run, _ in todo))
+        more = f" and {len(lacking) - 1} more runs" if len(lacking) > 1 else ""
         raise UserError(
-            f"{lacking}: not judged by {judge!r}",
-            f"run {commands} with the flags that judged {first.path}, then this command again",
+            f"{lacking[0]}{more}: not judged by {judge!r}",
+            f"run {' and '.join(commands)} with the flags that judged {first.path}, then this "
+            "command again",
         )
     for run, name in todo:
         label_run(run, ours, name, Bar(), unperturbed=names[name])

@@ -26,13 +26,20 @@ import numpy as np
 import pandas as pd
 from filelock import FileLock, Timeout
 
-from experiments.arms import CHAT, DECODING, Arm, judge_alike, sample_arm, verdicts_of
+from experiments.arms import (
+    CHAT,
+    DECODING,
+    Arm,
+    is_sampled,
+    judge_alike,
+    sample_arm,
+    verdicts_of,
+)
 from experiments.shown import Drawing, estimates_of, headline, print_plan, sentence_of, too_few
 from experiments.units import Loaded, Unit, file_of, kept, measure
 from experiments.units import Model as Model
 from ia_mech.cli import (
     JUDGE_HELP,
-    RUN,
     Parser,
     add_intervals,
     add_ray,
@@ -407,9 +414,9 @@ class Experiment(ABC):
         lines, tokens, todo, arms, units = {}, 0, 0, self.arms(), self.units()
         to_sample = []
         for name, arm in arms.items():
-            place, turns = self.place(name) / "run", f"{arm.rows(self.runs[0])} turns after each"
-            lines[name] = f"{len(arm.conversations)} conversations to sample {turns}"
-            if (place / RUN).is_file() and Run.open(place).complete:
+            count, each = len(arm.conversations), f"{arm.rows(self.runs[0])} turns after each"
+            lines[name] = f"{count} conversation{'s' * (count > 1)} to sample {each}"
+            if is_sampled(self.model_of(self.runs[0]), arm, self.place(name)):
                 lines[name] += "; done already"
             else:
                 to_sample.append(arm)

@@ -22,7 +22,7 @@ built-in judge runs at once; for another judge the message says which command to
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -43,6 +43,7 @@ from ia_mech.estimates import TidyEstimate, all_datasets, could_show, shown_chan
 from ia_mech.judge.judging import ON_UNPERTURBED
 from ia_mech.rates.evidence import FITS_ORIGINAL, UNCHANGED
 from ia_mech.results import Table
+from ia_mech.run import Run
 from ia_mech.run.queries import Query, queries_of
 from ia_mech.run.sources import sources_of
 
@@ -170,20 +171,21 @@ class Perturbations(Arms):
         return first_complete(self.queries)
 
     def arms(self) -> Mapping[str, Arm]:
-        return {"conditions": Arm(self.changed_conversations, self.decoding)}
+        return {name: Arm(those, self.decoding) for name, those in self.changed.items()}
 
     @cached_property
-    def changed_conversations(self) -> list[Conversation]:
-        """Every conversation under every condition that changes it and can be made of it."""
+    def changed(self) -> dict[str, list[Conversation]]:
+        """By condition every conversation that it changes and that can be made of it."""
         # Responses to put in another's place are drawn from all queries of the runs.
-        those, made = conversations_of(first_complete(queries_of(self.runs))), []
+        those, made = conversations_of(first_complete(queries_of(self.runs))), {}
         ids = (self.chat.tokenizer(one.response or "", add_special_tokens=False) for one in those)
         tokens = [len(one["input_ids"]) for one in ids]
         used = {*zip(self.contexts["dataset"], self.contexts["context_id"], strict=True)}
         own = [order for order, one in enumerate(those) if (one.dataset, one.id) in used]
         for name in self.args.conditions:
             each = [self._changed(those, order, name, tokens) for order in own]
-            made += [one for one in each if isinstance(one, Conversation)]
+            if changed := [one for one in each if isinstance(one, Conversation)]:
+                made[name] = changed
             if left_out := Counter(one for one in each if isinstance(one, str)):
                 why = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
                 count = f"{len(own) - left_out.total()} of {len(own)} conversations"
@@ -221,23 +223,26 @@ class Perturbations(Arms):
 
     # -- read -------------------------------------------------------------------------------------
 
+    def compared(self) -> Iterable[tuple[dict[str, Any], Sequence[Run]]]:
+        """Those before, and those after any change."""
+        return [({}, self.runs), ({}, list(self.sampled.values()))]
+
     def rows(self) -> pd.DataFrame:
         """The turns before and after, with both verdicts: ``follow_up``, after what the model was
         given, and how often they are follow-ups to the unchanged response."""
-        (run,) = self.sampled.values()
         rows, like = super().rows(), self.decoding
         alike = rows["temperature"].isin([0.0, *like["temperatures"]])
         alike &= rows["sample"] < like["samples"]
         changed = rows["perturbation"] != UNPERTURBED
-        names = ["category", "follow_up"]
-        rows.loc[changed, names] = verdicts_of([run], self.gate.judge).turns[names].to_numpy()
+        names, sampled = ["category", "follow_up"], list(self.sampled.values())
+        rows.loc[changed, names] = verdicts_of(sampled, self.gate.judge).turns[names].to_numpy()
         return rows.assign(term=rows["perturbation"])[changed | alike].reset_index(drop=True)
 
     def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
         """Rates, and the likelihoods of real follow-ups in each context that has one."""
-        (run,) = self.sampled.values()
         own = self.contexts.assign(perturbation=UNPERTURBED)
-        scored = pd.concat([own, run.contexts], ignore_index=True)
+        changed = (run.contexts for run in self.sampled.values())
+        scored = pd.concat([own, *changed], ignore_index=True)
         scored[BITS] = scored["real_follow_up_logprob"].astype(float) / np.log(2.0)
         scored = scored.assign(source=sources_of(scored), term=scored["perturbation"])
         scored = scored[scored[BITS].notna()]

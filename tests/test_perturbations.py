@@ -131,7 +131,7 @@ def test_the_report_says_how_many_turns_count_that_were_written_without_the_resp
     copy = Run.open(shutil.copytree(plain.path, tmp_path / "copy"))
     assert without_response(copy, "builtin") == ""
     assert main([str(copy.path), "--conditions", "remove", "--samples", "2"]) == 0
-    written = Run.open(tmp_path / "copy-perturbations" / "conditions" / "run")
+    written = Run.open(tmp_path / "copy-perturbations" / "remove" / "run")
     counts = written.labelled("builtin-unperturbed").groupby("temperature")["follow_up"]
     numbers = [f"{yes:g} of {of}" for yes, of in zip(counts.sum(), counts.count(), strict=True)]
     said = without_response(copy, "builtin")
@@ -144,8 +144,15 @@ def test_the_report_says_how_many_turns_count_that_were_written_without_the_resp
 
 
 @pytest.fixture(scope="module")
-def run(folder) -> Run:
-    return Run.open(folder / "conditions" / "run")
+def written(folder) -> dict[str, Run]:
+    """By condition the run of new turns."""
+    return {name: Run.open(folder / name / "run") for name in CONDITIONS}
+
+
+@pytest.fixture(scope="module")
+def contexts(written) -> pd.DataFrame:
+    """Of all conditions."""
+    return pd.concat([run.contexts for run in written.values()], ignore_index=True)
 
 
 @pytest.fixture(scope="module")
@@ -163,15 +170,15 @@ def perturb(capfd):
     return lambda *words: call(main, [str(word) for word in words], capfd)
 
 
-def context(run: Run, name: str) -> pd.Series:
-    return run.contexts.set_index("context_id").loc[name]
+def context(contexts: pd.DataFrame, name: str) -> pd.Series:
+    return contexts.set_index("context_id").loc[name]
 
 
 # -- what is sampled ------------------------------------------------------------------------------
 
 
-def test_every_query_appears_under_every_condition_that_changes_it(plain, run):
-    of = run.contexts.groupby("perturbation")["source_id"].agg(set)
+def test_every_query_appears_under_every_condition_that_changes_it(plain, written, contexts):
+    of = contexts.groupby("perturbation")["source_id"].agg(set)
     everything = set(plain.contexts["source_id"])
     assert set(of.index) == set(CONDITIONS)
     assert of["shuffle"] == {"c2"}  # the others have no two sentences that differ
@@ -180,17 +187,18 @@ def test_every_query_appears_under_every_condition_that_changes_it(plain, run):
     assert all(
         of[name] == everything for name in ("swap", "contradict", "generic_question", "header_only")
     )
-    assert run.settings["seed"] == plain.settings["seed"]  # the same random numbers
-    assert run.settings["temperatures"] == [0.5] and run.settings["samples"] == 2
+    for run in written.values():
+        assert run.settings["seed"] == plain.settings["seed"]  # the same random numbers
+        assert run.settings["temperatures"] == [0.5] and run.settings["samples"] == 2
 
 
 @pytest.mark.parametrize("condition", CONDITIONS)
 def test_real_follow_ups_are_scored_in_the_context_that_the_condition_made(
-    condition, run, tiny_subject
+    condition, contexts, tiny_subject
 ):
     """Against one plain forward pass over context and turn."""
     chat = ChatFormat(tiny_subject.tokenizer)
-    row = context(run, f"c2~{condition}")
+    row = context(contexts, f"c2~{condition}")
     messages, header = tuple(map(dict, row["messages"])), CONDITIONS[condition].header
     conversation = Conversation("c2", "c2", "d", messages, row["real_follow_up"], header=header)
     made, turn = context_and_real_follow_up(chat, conversation)
@@ -203,14 +211,15 @@ def test_real_follow_ups_are_scored_in_the_context_that_the_condition_made(
 # -- judging --------------------------------------------------------------------------------------
 
 
-def test_both_verdicts_are_read_as_what_they_are(plain, run, turns):
+def test_both_verdicts_are_read_as_what_they_are(plain, written, turns):
     """Both are the judge's own, turn by turn, after the changed and the unchanged conversation."""
     judge, by_context = builtin_judge(), turns.set_index("context_id")
     for name in ("c1~swap", "c5~remove", "c2~shuffle"):
         own = by_context.loc[[name]].sort_values(["temperature", "sample"])
+        run = written[name.partition("~")[2]]
         texts = run.generations[run.generations["context_id"] == name]
-        messages = context(run, name)["messages"]
-        before = context(plain, name.partition("~")[0])["messages"]
+        messages = context(run.contexts, name)["messages"]
+        before = context(plain.contexts, name.partition("~")[0])["messages"]
         for column, used in (("follow_up", messages), (FITS_ORIGINAL, before)):
             items = [
                 type(items_of(run)[0])(used[-2]["content"], used[-1]["content"], text)
@@ -218,8 +227,8 @@ def test_both_verdicts_are_read_as_what_they_are(plain, run, turns):
             ]
             said = [judge.rubric.follow_up(one.category) for one in judge.judge(items)]
             assert own[column].tolist() == [float(s) for s in said]
-    assert run.labels.judges == ["builtin", "builtin" + ON_UNPERTURBED]
-    assert run.labels.record("judgements", "builtin" + ON_UNPERTURBED)["unperturbed"] is True
+        assert run.labels.judges == ["builtin", "builtin" + ON_UNPERTURBED]
+        assert run.labels.record("judgements", "builtin" + ON_UNPERTURBED)["unperturbed"] is True
     unchanged = turns[turns["condition"] == "none"]
     assert unchanged[FITS_ORIGINAL].tolist() == unchanged["follow_up"].tolist()
     assert len(unchanged) == len(plain.contexts) * 3 and set(unchanged["temperature"]) == {0, 0.5}
@@ -254,12 +263,12 @@ def test_rates_and_paired_differences_are_those_of_the_turns(turns, found):
         assert row["sources"] == own["source"].nunique()
 
 
-def test_likelihoods_are_compared_in_bits_on_the_contexts_that_changed(plain, run, found):
-    def bits(of: Run) -> pd.Series:
-        scores = of.contexts.set_index("context_id")["real_follow_up_logprob"].dropna()
+def test_likelihoods_are_compared_in_bits_on_the_contexts_that_changed(plain, contexts, found):
+    def bits(of: pd.DataFrame) -> pd.Series:
+        scores = of.set_index("context_id")["real_follow_up_logprob"].dropna()
         return scores.astype(float) / np.log(2)
 
-    before, after = bits(plain), bits(run)
+    before, after = bits(plain.contexts), bits(contexts)
     assert pick(found, BITS, term="none")["value"] == pytest.approx(before.mean())
     for condition in ("swap", "shuffle", "header_assistant"):
         own = after[after.index.str.endswith(f"~{condition}")]
@@ -368,11 +377,26 @@ def test_a_dry_run_writes_nothing_and_bad_input_is_refused(perturb, plain, folde
     assert "2 conversations to sample" in swapped.out  # donors are of the whole run
     assert not (tmp_path / "out").exists()
     holds = "holds other conversations, or other conditions, than these; give another --out"
-    file = folder / "conditions" / "conversations.jsonl"
-    assert refused(plain.path, "--out", folder, "--queries", "3").startswith(f"{file} {holds}")
+    file = folder / "remove" / "conversations.jsonl"
+    for more in ((), ("--dry-run",)):
+        line = refused(plain.path, "--out", folder, "--queries", "3", *more)
+        assert line.startswith(f"{file} {holds}") and line.endswith(f"or remove {file.parent}")
     copy = shutil.copytree(folder, tmp_path / "copy")
-    (copy / "conditions" / "conversations.jsonl").unlink()
+    (copy / "remove" / "conversations.jsonl").unlink()
     assert "is missing; " in refused(plain.path, "--out", copy)
+
+
+def test_further_conditions_are_sampled_beside_those_that_are_there(perturb, plain, tmp_path):
+    words = plain.path, "--out", tmp_path / "out", "--samples", "2", "--conditions"
+    assert perturb(*words, "remove").status == 0
+    rows = pd.read_parquet(tmp_path / "out" / "turns.parquet")
+    planned = perturb(*words, "remove", "shuffle", "--dry-run").out
+    assert planned.count("; done already") == 1 and "shuffle" in planned
+    assert "remove" not in perturb(*words, "remove", "shuffle").err.partition("numbers went")[0]
+    more = pd.read_parquet(tmp_path / "out" / "turns.parquet")
+    assert set(more["condition"]) == {"none", "remove", "shuffle"}
+    same = more[more["condition"] != "shuffle"].reset_index(drop=True)
+    pd.testing.assert_frame_equal(same, rows)
 
 
 def test_another_judge_has_to_be_run_by_its_user(perturb, plain, folder, tmp_path):
@@ -383,9 +407,10 @@ def test_another_judge_has_to_be_run_by_its_user(perturb, plain, folder, tmp_pat
     base.labels.write_judgements("gpt", labels, record)
     copy = shutil.copytree(folder, tmp_path / "copy")
     line = refusal(perturb(base.path, "--judge", "gpt", "--out", copy, "--samples", "2"))
-    assert "not judged by 'gpt'; run ia-mech judge run " in line
-    assert line.count("ia-mech judge run ") == 2
-    assert f" --name gpt{ON_UNPERTURBED} --unperturbed with the flags that judged " in line
+    runs = " ".join(str(copy / name / "run") for name in CONDITIONS)
+    assert f"remove/run and {len(CONDITIONS) - 1} more runs: not judged by 'gpt'; " in line
+    assert line.count(f"for run in {runs}; do ia-mech judge run $run --name gpt") == 2
+    assert f" --name gpt{ON_UNPERTURBED} --unperturbed; done with the flags that" in line
 
 
 # -- sentences ------------------------------------------------------------------------------------
@@ -549,22 +574,23 @@ def test_every_condition_leaves_all_but_the_response_and_the_header(builtin, tmp
     assert apply_condition(builtin[1].with_response(""), "remove", rng()) is None
 
 
-def test_turns_after_changed_conversations_are_on_the_page(plain, folder, run, turns):
+def test_turns_after_changed_conversations_are_on_the_page(plain, folder, contexts, turns):
     data = unpacked(render_report([plain], [folder]))
-    contexts, on_page = data["contexts"], data["turns"]
-    shown = pd.DataFrame({"id": contexts["id"], "condition": contexts["condition"]})
+    of_page, on_page = data["contexts"], data["turns"]
+    shown = pd.DataFrame({"id": of_page["id"], "condition": of_page["condition"]})
     changed = shown[shown["condition"] != UNCHANGED]
-    assert set(changed["id"]) == set(run.contexts["context_id"])
-    assert set(changed["condition"]) == {NAMES[one] for one in run.contexts["perturbation"]}
+    assert set(changed["id"]) == set(contexts["context_id"])
+    assert set(changed["condition"]) == {NAMES[one] for one in contexts["perturbation"]}
     assert list(data["turns"]["labels"]) == ["builtin"] and data["runs"] == [plain.model["name"]]
-    assert set(contexts["fields"]) == set(plain.groups)
+    assert set(of_page["fields"]) == set(plain.groups)
     fits = pd.Series(on_page["follow_up_to_original"], dtype=float)
     after = pd.Series(on_page["context"]).isin(changed.index)
     assert fits[~after].isna().all()
     wanted = turns.loc[turns["condition"] != "none", FITS_ORIGINAL]
     assert fits.sum() == wanted.sum() and fits.count() == wanted.count()
     shutil.copytree(folder, away := folder.with_name("away"))
-    shutil.rmtree(away / "conditions")  # as on a machine that has the results alone
+    for name in CONDITIONS:
+        shutil.rmtree(away / name)  # as on a machine that has the results alone
     page = render_report([plain], [away])
     assert set(unpacked(page)["contexts"]["condition"]) == {UNCHANGED}
     assert "data-elsewhere" in page
