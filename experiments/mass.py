@@ -64,10 +64,12 @@ GREEDY, FIRST, WHOLE = DECODINGS = ("greedy", "first token drawn", "all tokens d
 SHARE, RATE, AFTER_WRONG = "share", "follow-ups", "after a wrong conversation"
 REST, LESS = "not covered", " minus greedy's"
 HELD = "share of the rise"  # that the first token holds
-EVERY, NONE, IS = "all conversations", "greedy turn is none", "greedy turn is a follow-up"
+EVERY = "all conversations"
+NONE, IS = "the greedy turn is no follow-up", "the greedy turn is a follow-up"
 CARRIED, PROBABILITY = "adds to the follow-up mass", "mean probability"
 LENS = {SHARE: "mass by the lens", IN_ROLE: "in role by the lens", REST: "covered by the lens"}
 OF_COVERED = "mass by the lens, of what is covered"
+LEAST_COVERED = 0.1  # on average, for a share of it
 LISTED = 12  # first tokens that are shown
 CORRECTED, NOTED = ", corrected", "annotated"
 ROUNDING = 1e-4  # of a sum of probabilities
@@ -210,6 +212,9 @@ class Mass(Experiment):
         each, queries = self.args.responses, [one for one in self.queries if any(one.complete)]
         if not queries:
             raise UserError("no response is finished", "sample with a larger --max-response-tokens")
+        if left_out := len(self.queries) - len(queries):
+            whose = "1 query has" if left_out == 1 else f"{left_out} queries have"
+            self.notes.append(f"{whose} no finished response and no mass.")
         contexts = pd.concat([one.contexts[one.complete].iloc[:each] for one in queries])
         turns = 1 + self._first_tokens(contexts["context_id"])
         return {TURNS: Arm(conversations_of(contexts), settings, turns=turns)}
@@ -379,8 +384,9 @@ class Mass(Experiment):
                 share, role, covered = map(pd.Series, values)
                 for quantity, value in zip(LENS.values(), (share, role, covered), strict=True):
                     yield group.mean(quantity, value, least=0, most=1)
-                part = ratio(share.fillna(0), covered.fillna(0), group.sources, self.options)
-                yield group.row(OF_COVERED, part, len(own))
+                if covered.mean() >= LEAST_COVERED:
+                    part = ratio(share.fillna(0), covered.fillna(0), group.sources, self.options)
+                    yield group.row(OF_COVERED, part, len(own))
 
     # -- shown ------------------------------------------------------------------------------------
 
@@ -404,9 +410,8 @@ class Mass(Experiment):
             parts | {RATE + LESS: ("minus greedy", "+.2f")},
             index=("dataset", "decoding"),
             rows="conversations",
-            legend=f"{FIRST}: the follow-up mass, to which what isn't covered may add. Its minus "
-            "greedy is of the mass divided by what is covered: no difference of two lines. Once in "
-            "role: follow-ups by turns that neither repeat the conversation nor speak as the "
+            legend=f"{FIRST}: the follow-up mass, to which what isn't covered may add. For minus "
+            "greedy it is divided by what is covered before. Once in role: follow-ups by turns that neither repeat the conversation nor speak as the "
             "assistant." + self._by,
         )
         return [
@@ -433,7 +438,9 @@ class Mass(Experiment):
                 rows="conversations",
                 full=True,
                 legend="Covered: the probability of all first tokens that were gone on from. Where "
-                "it is small, the mass is, too; of what is covered: mass / covered.",
+                "it is small, the mass is, too, and says nothing of follow-ups: the lens reads "
+                "other tokens there, often other spellings of these words. Of what is covered: "
+                f"mass / covered, where {LEAST_COVERED} or more is.",
             ),
             *tables_of(
                 "the first tokens that carry most of the follow-up mass",

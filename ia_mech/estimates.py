@@ -32,6 +32,7 @@ from ia_mech.stats import (
 )
 
 ALL = "(all)"  # the name of all datasets together
+TOGETHER = "all together"  # the same in notes
 FEW_SOURCES = 24  # the fewest sources that benchmarks/coverage.md simulates
 POWER = 0.8  # the power at which we say that an effect would have been shown
 LEAST_P = 0.001  # the smallest p that is shown; a note says where a test can't reach it
@@ -326,7 +327,7 @@ def few_sources(estimates: pd.DataFrame) -> list[str]:
     """
     tested = estimates["low"].notna() | estimates["p"].notna()
     shown = estimates[tested & (estimates["sources"] < FEW_SOURCES)]
-    names = list(dict.fromkeys(shown["dataset"]))
+    names = list(dict.fromkeys(shown["dataset"].replace(ALL, TOGETHER)))
     if not names:
         return []
     note = (
@@ -334,11 +335,12 @@ def few_sources(estimates: pd.DataFrame) -> list[str]:
         "rough: how often such intervals hold the true value was not tested."
     )
     flipped = estimates[estimates["test"].str.contains("sign flip", na=False)]
-    least = flipped.groupby("dataset", sort=False)["sources"].min()
+    least = flipped.groupby("dataset", sort=False)["sources"].min().rename({ALL: TOGETHER})
     too_few = least[2.0 ** (1 - least) >= LEAST_P]
     for count, of in too_few.groupby(too_few):
         note += (
-            f" With {count} queries ({', '.join(of.index)}) a test of signs gives no p below "
+            f" With {count} quer{'y' if count == 1 else 'ies'} ({', '.join(of.index)}) a test of "
+            "signs gives no p below "
             f"{2.0 ** (1 - count):.2g}, however large the effect."
         )
     return [note]

@@ -210,12 +210,14 @@ class _Job:
                     "round differently"
                 )
         about, engine = found.about, found.engine
-        say(
-            f"{self.settings.model}: {about['layers']} layers, d_model {about['d_model']}, "
-            f"{about['dtype']} on {about['device']}, weights {about['weights_hash']}"
-        )
-        checked = "" if self.settings.ignore_check else "agrees with plain forward passes; "
-        say(f"engine: {checked}{engine}")
+        if not self.team.named:
+            say(
+                f"{self.settings.model}: {about['layers']} layers, d_model {about['d_model']}, "
+                f"{about['dtype']} on {about['device']}, weights {about['weights_hash']}"
+            )
+            checked = "" if self.settings.ignore_check else "agrees with plain forward passes; "
+            say(f"engine: {checked}{engine}")
+            self.team.named = True
         if self.plan.vector is not None:
             plain = engine.captured and self.plan.vector.at_turn
             say(f"steered: {self.plan.vector}{'; such steps are not captured' if plain else ''}")

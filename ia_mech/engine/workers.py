@@ -125,10 +125,11 @@ class Team:
     Attributes:
         device: that they compute on.
         most, threads: for :func:`compute_in_workers`.
+        named: whether the progress of a run has named the model; of several runs the first one does.
     """
 
     def __init__(self, subject: Any = None) -> None:
-        self.subject, self.most, self.threads = subject, 1, 1
+        self.subject, self.most, self.threads, self.named = subject, 1, 1, False
         self.device = torch.device("cpu") if subject is None else subject.device
 
     def begin(self, task: Callable[..., Result], *args: Any) -> Result:
