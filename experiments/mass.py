@@ -411,8 +411,8 @@ class Mass(Experiment):
             index=("dataset", "decoding"),
             rows="conversations",
             legend=f"{FIRST}: the follow-up mass, to which what isn't covered may add. For minus "
-            "greedy it is divided by what is covered before. Once in role: follow-ups by turns that neither repeat the conversation nor speak as the "
-            "assistant." + self._by,
+            "greedy it is divided by what is covered before. Once in role: follow-ups by turns "
+            "that neither repeat the conversation nor speak as the assistant." + self._by,
         )
         return [
             *whole[:1],

@@ -135,7 +135,10 @@ def test_the_report_says_how_many_turns_count_that_were_written_without_the_resp
     counts = written.labelled("builtin-unperturbed").groupby("temperature")["follow_up"]
     numbers = [f"{yes:g} of {of}" for yes, of in zip(counts.sum(), counts.count(), strict=True)]
     said = without_response(copy, "builtin")
-    assert f"response, {numbers[0]} greedy ones and {numbers[1]} sampled at T = 0.5 count" in said
+    assert (
+        f"response, {numbers[0]} greedy ones and {numbers[1]} sampled at T = 0.5 are follow-ups"
+        in said
+    )
     found = pd.read_parquet(copy.path / "results/perturbations/estimates.parquet")
     less = found[(found["quantity"] == "follow-ups, minus unchanged") & (found["term"] == "remove")]
     less = less[less["dataset"] == "(all)"].sort_values("temperature")["value"]

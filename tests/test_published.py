@@ -629,6 +629,7 @@ def found_sentences(short: bool) -> list[str]:
     all_q, own_q, head_q = (
         mean(site(QWEN, name)) for name in ("own context", "response", "header")
     )
+    written = mean(site(QWEN, "written: response"))
     low, high = (f"{100 * end:.0f}" for end in student(by_readers(QWEN, BEYOND_WRONG))[1:])
     role = {count: mean(100 * at(count, "in_role"), 0) for count in (0, ALL)}
     steered = [
@@ -645,21 +646,22 @@ def found_sentences(short: bool) -> list[str]:
     | in the user's role, after {len(at(0))} new queries | {role[0]} | {role[ALL]} |
     | SmolLM2-135M: follow-ups | {small[0]} | {small[1]} |
 
-    **Sampling brings out follow-ups in Qwen, not in SmolLM2.** Minus the control, Qwen's rate rises
-    by {mean(100 * by_readers(QWEN, BEYOND_WRONG), 0)} points (95% interval: {low} to {high}).
-    Nearly as many turns count if they are shown after another response to their query; minus those,
-    no rise is shown.
+    **Qwen's sampled turns are follow-ups more often; SmolLM2's aren't.** Minus the control, the
+    rise is {mean(100 * by_readers(QWEN, BEYOND_WRONG), 0)} points (before rounding; 95% interval:
+    {low} to {high}). But nearly as many turns fit another response to their query: minus those, no
+    rise is shown.
 
-    **Fewer sampled turns leave the user's role** (they repeat the conversation or answer it). Among
-    those in role follow-ups aren't shown to rise.
+    **Fewer sampled turns leave the user's role** (they repeat the conversation or answer it). Those
+    in role aren't follow-ups more often.
 
     **One vector does as much.** It is learned on other queries and added to the hidden state of the
     header's last token. Greedy follow-ups rise from {steered[0]}% to {steered[1]}%; with a vector
     learned from shuffled labels they stay at {steered[2]}%.
 
-    **What a turn says is read from the response's tokens.** Which of three responses did a turn
-    follow? Sampled turns tell {all_q} bits of at most 1.58 (log₂ 3), given the response's keys and
-    values alone {own_q}, given the user header's alone {head_q}."""
+    **What a turn says is read from the response's tokens.** Which of three responses did a sampled
+    turn follow? It tells {all_q} bits of at most 1.58 (log₂ 3). If only the response's keys and
+    values are from its own response, it tells {own_q} ({written} if it is written so), and if only
+    the user header's are, {head_q}."""
     said = f"""{readers[0]}% of Qwen2.5-Coder-1.5B's greedy user turns are follow-ups, and
     {readers[1]}% of its sampled turns are; in SmolLM2-135M no rise is shown.
 

@@ -132,6 +132,8 @@ def test_a_field_of_the_data_tells_rates_apart(run, rates):
     ids = run.contexts["context_id"]
     fields = {"topic": ["maths", None] * (len(ids) // 2), "n": range(len(ids)), "id": ids}
     run.metadata = pd.DataFrame(fields, pd.Index(ids))  # as if the data had these
+    labelled = run.labelled("builtin")
+    assert (ids[labelled["data.n"]].to_numpy() == labelled["context_id"]).all()
     judged = read_runs([run], by="topic")
     found, plain = estimates(judged), estimates(read_runs([run]))
     assert set(found["dataset"]) == {"maths", "–", "(all)"}

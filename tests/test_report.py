@@ -132,7 +132,7 @@ def test_commands_of_missing_results_are_said_and_run(run, report):
         "conversations, too."
     )
     assert re.fullmatch(
-        r"Control failed: shown after a wrong conversation \(one of another query\), \d+ of 60 "
+        r"Control failed: shown after a wrong conversation \(one of another query\), \d+ of all 60 "
         "turns count as follow-ups. On the whole run, the built-in judge can't tell a turn's own "
         "conversation from a wrong one, of another query: don't rely on its rates.",
         ending[1],

@@ -125,7 +125,7 @@ class Team:
     Attributes:
         device: that they compute on.
         most, threads: for :func:`compute_in_workers`.
-        named: whether the progress of a run has named the model; of several runs the first one does.
+        named: whether the progress of a run has named the model, which the first run does.
     """
 
     def __init__(self, subject: Any = None) -> None:

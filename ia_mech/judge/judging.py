@@ -292,8 +292,8 @@ def label_run(
         _check_same_judge(run, judge, name, unperturbed)
         if there := _standing(run, judge, name, settings):
             progress.say(
-                f"{there} labels by {name} were there already (those of controls included): nothing is "
-                "judged again"
+                f"{there} labels by {name} were there already (those of controls included): "
+                "nothing is judged again"
             )
             return run.labels.path / "judgements" / f"{name}.parquet"
     plan = draw_decoys(run, per_source)

@@ -95,8 +95,8 @@ def without_response(run: Run, judge: str) -> str:
         for t, yes, of in counts.itertuples()
     ]
     return (
-        f"of turns written without the response, {' and '.join(each)} count as follow-ups to it, "
-        "too, by topic or by luck (minus the rate with it: "
+        f"of turns written without the response, {' and '.join(each)} are follow-ups to it, by "
+        "topic or by luck (a difference of "
         f"{' and '.join(estimate_of(row).text(sign=True) for row in less)})"
     )
 

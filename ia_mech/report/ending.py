@@ -87,7 +87,7 @@ def control(run: Run, judge: str) -> Iterator[str]:
         why = "" if gate.verdict == PASSED else f" {gate.decided}."
         yield (
             f"Control {gate.verdict}: shown after a wrong conversation (one of another query), "
-            f"{gate.count(gate.floor)} of {gate.decoys} turns count as follow-ups.{why}"
+            f"{gate.count(gate.floor)} of all {gate.decoys} turns count as follow-ups.{why}"
         )
 
 

@@ -350,8 +350,9 @@ class Run:
                 ``inclusion`` (the probability that the turn was chosen for annotation),
                 ``stratum``, ``sheet`` and ``note``; all are missing in turns without a label.
             columns: more columns of the judge's file (:data:`ia_mech.run.labels.JUDGEMENTS`).
-            texts: whether to read ``query``, ``response`` and ``text`` (the turn's). Without them
-                there is ``source`` (dataset and ``source_id`` in one key, the same in all runs).
+            texts: whether to read ``query``, ``response`` and ``text`` (the turn's), and the
+                other columns of the data (``data.topic``; :attr:`metadata`). Without them there is
+                ``source`` (dataset and ``source_id`` in one key, the same in all runs).
 
         Returns:
             The columns of :attr:`turns`, of which ``source_id`` is the query's id;
@@ -380,7 +381,8 @@ class Run:
             chances = follow_up_probabilities(frame["scores"], follow_ups)
             frame = frame.assign(follow_up_probability=chances)
             frame = frame.drop(columns={"scores"} - {*columns})
-        return frame.drop(columns="source").join(self._texts())
+        frame = frame.drop(columns="source").join(self._texts())
+        return frame.join(self.metadata.add_prefix("data."), on="context_id")
 
     def _texts(self) -> pd.DataFrame:
         """``query``, ``response`` and ``text`` of each of :attr:`turns`."""
