@@ -184,12 +184,19 @@ def test_a_field_of_the_data_tells_rates_apart(run, rates):
     assert "same rate" not in _by_group("topic", tied)
 
 
+def test_temperatures_above_the_fit_are_in_the_sentence_where_there_are_no_others(run, monkeypatch):
+    annotate(run)
+    assert "at T = 0.7, " in (said := result(read_runs([run])).sentence) and "T = 1" not in said
+    monkeypatch.setattr("ia_mech.rates.fit.FITTED_TO", 0.5)
+    assert "at T = 0.7*, " in (said := result(read_runs([run])).sentence) and "T = 1" not in said
+
+
 def test_every_rate_is_printed_with_its_interval_and_written(run, rates, tmp_path):
     annotate(run)
     outcome = rates(run.path, "--full", "--level", 0.9, "--seed", 4)
     assert outcome.status == 0, outcome.err
-    few = "fewer than 24 queries"
-    for text in ("By the built-in judge, 0 of ", "; at T = 1*, ", CAVEAT, ABOVE, few):
+    said = "By the built-in judge, 0 of ", "; at T = 0.7, ", " │     1* │ ", "fewer than 24 queries"
+    for text in (*said, CAVEAT, ABOVE):
         assert text in outcome.out
     assert "no rate is corrected by anna's labels" in outcome.out  # there are too few
 

@@ -130,6 +130,9 @@ def _sentence(judged: JudgedTurns, of: pd.DataFrame, groups: pd.DataFrame, level
     turns = judged.turns[matching(judged.turns, _subject(of))]
     gate = judged.by_model[first["model"], first["weights_hash"]]
     plain = of[(of["quantity"] == "rate") & (of["outcome"] == "follow_up")]
+    # Above the judge's fit, only if there are no other sampled turns.
+    lowest = plain.loc[plain["temperature"] > 0, "temperature"].min()
+    plain = plain[~(plain["temperature"] > max(highest(judged.record), lowest))]
     perturbed = "" if first["perturbation"] == "none" else f" ({one_line(first['perturbation'])})"
     whose = f"user turns of {one_line(first['model'])}{perturbed} are follow-ups"
     rates: list[str] = []
