@@ -144,8 +144,9 @@ class Perturbations(Arms):
     words = NAMES
     title = "follow-ups to the unchanged response"
     legend = (
-        "The judge is shown the unchanged response, whatever the model was given: these labels of "
-        f"new turns have the judge's name with {ON_UNPERTURBED} at its end."
+        "The judge is shown the unchanged response, whatever the model was given (labels "
+        f"builtin{ON_UNPERTURBED} of the built-in judge). Minus unchanged: over the conversations "
+        "that the change alters, not over all of the first line."
     )
 
     @classmethod
