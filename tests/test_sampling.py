@@ -41,6 +41,9 @@ class Planted(torch.nn.Module):
     def get_decoder(self) -> torch.nn.Module:
         return self
 
+    def get_output_embeddings(self) -> torch.nn.Module:
+        return self.blocks[0]
+
     def forward(self, input_ids, attention_mask=None, past_key_values=None, use_cache=True):
         self.blocks[0](self.table[input_ids])
         return type("Output", (), {"logits": self.table[input_ids]})
