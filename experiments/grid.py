@@ -482,9 +482,8 @@ class FollowUps(Grid):
             sentence += f"{'; '.join(said)}. {apart}"
         else:
             low, high = moved["detectable"].min(), moved["detectable"].max()
-            could = could_show(low, most=1)
-            if len(moved) > 1 and high < 1:
-                could = f"with 80% power {low:.2f} to {high:.2f} would have been shown, uncorrected"
+            could = could_show(low, most=1, up_to=high)
+            could += ", uncorrected" * bool(low < 1 and len(moved) > 1)
             cells = f"{len(moved)} cell{'s' * (len(moved) > 1)}"
             sentence = f"No {thing} is shown to move {self.measured} ({cells})"
             sentence += f"{could and '; '}{could}. {apart}"

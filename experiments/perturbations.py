@@ -287,8 +287,9 @@ class Perturbations(Arms):
             said += [f"{words} {' and '.join(filter(None, shown))}."] if any(shown) else []
             moved |= bool(shown[0])
         if not moved:
-            least = all_datasets(rates)["detectable"].max()
-            why = f"too few queries: {self.too_few}" if self.too_few else could_show(least, most=1)
+            sizes = all_datasets(rates)["detectable"]
+            could = could_show(sizes.min(), most=1, up_to=sizes.max())
+            why = f"too few queries: {self.too_few}" if self.too_few else could
             few = f" ({why})" if why else ""
             said.append(f"No change of the response is shown to move the follow-up rate{few}.")
         control, bare = "", rates[rates["term"] == HEADER_ONLY]

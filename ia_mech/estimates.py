@@ -262,15 +262,19 @@ def smallest_effect(row: Any, level: float = 0.95) -> Any:
     return (row["high"] - row["low"]) / (2 * tail) * (tail + NormalDist().inv_cdf(POWER))
 
 
-def could_show(least: float, digits: int = 2, most: float = np.inf) -> str:
+def could_show(
+    least: float, digits: int = 2, most: float = np.inf, up_to: float | None = None
+) -> str:
     """In words, how large an effect would have been shown where none was; empty if that isn't
-    known. ``least`` is :func:`smallest_effect`, ``most`` the largest possible effect, such as 1 for
-    a difference of rates."""
+    known. ``least`` is :func:`smallest_effect`, of several ones the smallest, and ``up_to`` the
+    largest; ``most`` is the largest possible effect, such as 1 for a difference of rates."""
     if np.isnan(least):
         return ""
     if least >= most:
         return "too few data to show any effect"
-    return f"with 80% power {least:.{digits}f} would have been shown"
+    least_text, last = (f"{min(one, most):.{digits}f}" for one in (least, up_to or least))
+    sizes = least_text if last == least_text else f"{least_text} to {last}"
+    return f"with 80% power {sizes} would have been shown"
 
 
 def queries_needed(comparisons: int = 1) -> int:

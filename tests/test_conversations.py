@@ -378,8 +378,8 @@ def test_a_column_may_hold_what_the_user_said_next():
 
 def test_rows_that_go_on_after_the_follow_up_are_counted(jsonl):
     said = [{"role": role, "content": "x"} for role in (USER, ASSISTANT, USER, ASSISTANT, USER)]
-    source = open_conversations(jsonl({"messages": said}, {"messages": said[:3]}))
-    assert len(list(source)) == 2 and source.cut == 1
+    source = open_conversations(jsonl(*({"messages": said[:n]} for n in (5, 4, 3))))
+    assert len(list(source)) == 3 and source.cut == 1
 
 
 def test_rows_left_out_do_not_count_for_the_limit_and_some_row_must_be_usable(jsonl, tmp_path):

@@ -646,10 +646,10 @@ def found_sentences(short: bool) -> list[str]:
     | in the user's role, after {len(at(0))} new queries | {role[0]} | {role[ALL]} |
     | SmolLM2-135M: follow-ups | {small[0]} | {small[1]} |
 
-    **Qwen's sampled turns are follow-ups more often; SmolLM2's aren't.** Minus the control, the
-    rise is {mean(100 * by_readers(QWEN, BEYOND_WRONG), 0)} points (before rounding; 95% interval:
-    {low} to {high}). But nearly as many turns fit another response to their query: minus those, no
-    rise is shown.
+    **Sampling raises Qwen's rate, but not beyond other responses to the query.** Minus the control,
+    the rise is {mean(100 * by_readers(QWEN, BEYOND_WRONG), 0)} points (before rounding; 95%
+    interval: {low} to {high}). Minus the rate after another response to the same query, none is
+    shown.
 
     **Fewer sampled turns leave the user's role** (they repeat the conversation or answer it). Those
     in role aren't follow-ups more often.
@@ -660,8 +660,8 @@ def found_sentences(short: bool) -> list[str]:
 
     **What a turn says is read from the response's tokens.** Which of three responses did a sampled
     turn follow? It tells {all_q} bits of at most 1.58 (log₂ 3). If only the response's keys and
-    values are from its own response, it tells {own_q} ({written} if it is written so), and if only
-    the user header's are, {head_q}."""
+    values are from its own response, it tells {own_q} ({written} if the turn is newly written), and
+    if only the user header's are, {head_q}."""
     said = f"""{readers[0]}% of Qwen2.5-Coder-1.5B's greedy user turns are follow-ups, and
     {readers[1]}% of its sampled turns are; in SmolLM2-135M no rise is shown.
 

@@ -99,12 +99,15 @@ def test_of_several_temperatures_the_best_is_corrected_for_all():
     plain = rise.loc[0.7].to_frame().T.assign(quantity="difference", temperature=0.7)
 
     def concluded(value: float, p: float) -> str:
-        both = found.assign(p_holm=p), plain.assign(value=value, p_holm=p)
-        return conclusion(pd.concat(both, ignore_index=True))
+        both = (one.assign(value=value, p_holm=p) for one in (found, plain))
+        said = conclusion(pd.concat(both, ignore_index=True))
+        assert said.startswith("From greedy to T = 0.7 the rate, minus the control")
+        assert f"changes by {value:+.2f} [" in said
+        return said
 
-    assert concluded(0.3, 0.01).startswith("At T = 0.7, sampling brings out follow-ups that greedy")
-    assert concluded(0.3, 0.5).startswith("At T = 0.7, sampling isn't shown to bring out more")
-    assert concluded(-0.3, 0.01).startswith("At T = 0.7, sampling makes follow-ups fewer")
+    assert "]: sampling brings out follow-ups that greedy decoding hides." in concluded(0.3, 0.01)
+    assert concluded(0.3, 0.5).endswith(": it isn't shown that sampling brings out more.")
+    assert concluded(-0.3, 0.01).endswith(": sampling makes follow-ups fewer.")
     assert conclusion(found.assign(gate="failed")).startswith("Most of what this judge calls")
 
 

@@ -31,6 +31,7 @@ from ia_mech.rates.__main__ import main as rates_main
 from ia_mech.report import turns as browsers
 from ia_mech.report.__main__ import main, render_report
 from ia_mech.report.contents import missing
+from ia_mech.report.ending import close_to_query
 from ia_mech.results import RESULT, Result, Table, folder_of, read, sentences_of, write
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
@@ -131,9 +132,9 @@ def test_commands_of_missing_results_are_said_and_run(run, report):
         "conversations, too."
     )
     assert re.fullmatch(
-        r"Control failed: shown after a wrong conversation \(one of another query\), \d+ of all 60 "
-        "turns count as follow-ups. On the whole run, the built-in judge can't tell a turn's own "
-        "conversation from a wrong one, of another query: don't rely on its rates.",
+        r"Control failed: shown after a wrong conversation \(one of another query\), \d+ of the 60 "
+        "turns at all temperatures are follow-ups. On the whole run, the built-in judge can't tell "
+        "a turn's own conversation from a wrong one, of another query: don't rely on its rates.",
         ending[1],
     )
     assert ending[-2:] == [
@@ -535,3 +536,19 @@ def test_findings_come_first_advice_and_the_judge_s_card_are_folded(judged):
     assert "raise --limit" in folded
     commands = folded.split("The commands", 1)[1]
     assert "ia-mech sample" in commands and "ia-mech moons cache/run --full" in commands
+
+
+def test_follow_ups_that_take_most_of_their_words_from_the_query_are_counted():
+    said = [
+        ("Plan a weekend in Lisbon", "Can you plan a weekend in Lisbon?", 1.0, "none", True),
+        ("Plan a weekend in Lisbon", "Is the castle open on a weekend?", 1.0, "none", True),
+        ("Plan a weekend in Lisbon", "A weekend in Lisbon?", 0.0, "none", True),
+        ("Plan a weekend in Lisbon", "A weekend in Lisbon?", 1.0, "remove", True),
+        ("Plan a weekend in Lisbon", "A weekend in Lisbon?", 1.0, "none", False),
+    ]
+    rows = pd.DataFrame(said, columns=["query", "text", "follow_up", "perturbation", "drawn"])
+    run = SimpleNamespace(labelled=lambda judge: rows, drawn=lambda these: these["drawn"])
+    (line,) = close_to_query(run, "me")
+    assert line.startswith("1 of the 2 follow-ups at all temperatures have most of their words")
+    rows.loc[0, "text"] = "What does the fado cost?"
+    assert list(close_to_query(run, "me")) == []

@@ -142,7 +142,7 @@ def test_a_damaged_part_is_named_dropped_and_made_again(by_hand, file, damage):
     assert again.digest() == digest
 
 
-def test_another_run_is_refused_and_all_that_differs_is_named(by_hand):
+def test_another_run_is_refused_and_all_that_differs_is_named(by_hand, tmp_path):
     def refused(record: dict) -> str:
         with pytest.raises(UserError) as refusal:
             RunWriter(by_hand.path, record, name_of=lambda name: name.replace("settings.", "--"))
@@ -154,6 +154,9 @@ def test_another_run_is_refused_and_all_that_differs_is_named(by_hand):
     said = refused(record_of(4, **same | {"seed": 3, "samples": 1, "positions": []}))
     assert "by-hand holds another configuration: " in said
     assert "--samples is 2 there, 1 here, --seed is 0 there, 3 here; give another --out" in said
+    RunWriter(tmp_path / "limited", record_of(4, **same | {"limit": 3})).close()
+    with pytest.raises(UserError, match="limit is 3 there, all here;"):
+        RunWriter(tmp_path / "limited", record_of(4, **same | {"limit": None}))
     assert "positions is response_end header_last there" in refused(
         record_of(4, **same | {"positions": ["header_last"]})
     )

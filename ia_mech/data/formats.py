@@ -211,7 +211,7 @@ def _read(cells: "Row", shape: str) -> list[dict[str, Any]]:
         ended = answer.finish_reason
         if not told and len(answers) < 2:
             said, follow_up = cut_dialogue(whole, cells.columns.cut, asked)
-            cells.cut = len(whole) > len(said) + 1
+            cells.cut = any(one["role"] == "user" for one in whole[len(said) + 1 :])
             ended = ended if len(said) == len(whole) else None  # it is of the last answer
         cells.add_system(said)
         cells.add_tools(said)
@@ -361,7 +361,7 @@ class Row:
         said: fields of :class:`ia_mech.data.conversations.Conversation`, once for each response.
         left: columns with something that became metadata.
         roles: fields of :class:`ColumnMap` → columns read so.
-        cut: whether it has more turns after the real follow-up.
+        cut: whether it has more user turns after the real follow-up.
         unpacked: whether its response was a text with messages.
     """
 

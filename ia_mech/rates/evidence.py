@@ -96,7 +96,7 @@ def without_response(run: Run, judge: str) -> str:
     ]
     return (
         f"of turns written without the response, {' and '.join(each)} are follow-ups to it, by "
-        "topic or by luck (a difference of "
+        "topic or by luck (against turns written with it: "
         f"{' and '.join(estimate_of(row).text(sign=True) for row in less)})"
     )
 

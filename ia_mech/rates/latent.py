@@ -75,9 +75,11 @@ def verdict(estimates: pd.DataFrame, level: float = 0.95, fit: float = math.inf)
 
     def told(quantity: str) -> str:
         row = found[quantity]
-        differs = row["p_holm"] < 1 - level
+        estimate, differs = estimate_of(row), row["p_holm"] < 1 - level
+        if estimate.few:
+            return estimate.text(sign=True)
         could = "" if differs else could_show(smallest_effect(row, level), most=1)
-        return f"{estimate_of(row).text(sign=True)} ({could or p_value(row['p_holm'])})"
+        return f"{estimate.text(sign=True)} ({could or p_value(row['p_holm'])})"
 
     gate, rises = found[RISE]["gate"], best in shown_at
     several = f", the best of {len(tried)} temperatures" if len(tried) > 1 else ""
@@ -108,23 +110,24 @@ def verdict(estimates: pd.DataFrame, level: float = 0.95, fit: float = math.inf)
 
 
 def conclusion(estimates: pd.DataFrame, level: float = 0.95, fit: float = math.inf) -> str:
-    """:func:`verdict` in one sentence, with the difference of the rates themselves."""
+    """:func:`verdict` in one sentence."""
     chosen = _best(estimates, level, fit)
     if chosen is None:
         return ""
     found, _, shown_at, best = chosen
     if found[RISE]["gate"] == NOT_PASSED:
         return "Most of what this judge calls follow-ups fits other conversations, too."
-    at = estimates["temperature"] == best
-    (difference,) = estimates[at & (estimates["quantity"] == "difference")].itertuples()
+    rise = found[RISE]
     if best in shown_at:
         said = "sampling brings out follow-ups that greedy decoding hides"
-    elif difference.value < 0 and difference.p_holm < 1 - level:
+    elif rise["value"] < 0 and rise["p_holm"] < 1 - level:
         said = "sampling makes follow-ups fewer"
     else:
-        said = "sampling isn't shown to bring out more"
-    numbers = estimate_of(difference).text(sign=True)
-    return f"At T = {best:g}, {said} (minus the greedy rate: {numbers})."
+        said = "it isn't shown that sampling brings out more"
+    numbers = estimate_of(rise).text(sign=True)
+    return (
+        f"From greedy to T = {best:g} the rate, minus the control's, changes by {numbers}: {said}."
+    )
 
 
 def _best(

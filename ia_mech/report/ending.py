@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ia_mech.estimates import all_datasets
+from ia_mech.judge.builtin.features import FUNCTION_WORDS, WORD
 from ia_mech.judge.shown import labelled_turns, lines_of, rule
 from ia_mech.rates.evidence import without_response
 from ia_mech.rates.fit import highest, starred, temperature
@@ -39,6 +40,7 @@ def turns_shown(run: Run, judge: str) -> Iterator[str]:
     yield from control(run, judge)
     if counts := without_response(run, judge):
         yield f"{counts[0].upper()}{counts[1:]}."
+    yield from close_to_query(run, judge)
     yield ""
     turns = labelled_turns(run, judge, TURNS)
     yield f"Turns with their labels ({rule(turns)}):"
@@ -85,9 +87,27 @@ def control(run: Run, judge: str) -> Iterator[str]:
     gate = gate_of(decoys_of(run, judge, turns, run.drawn(turns).to_numpy()), judge)
     if gate.decoys:
         why = "" if gate.verdict == PASSED else f" {gate.decided}."
+        count = gate.count(gate.floor)
+        are = "are follow-ups" if count > 1 else "is a follow-up"
         yield (
             f"Control {gate.verdict}: shown after a wrong conversation (one of another query), "
-            f"{gate.count(gate.floor)} of all {gate.decoys} turns count as follow-ups.{why}"
+            f"{count or 'none'} of the {gate.decoys} turns at all temperatures {are}.{why}"
+        )
+
+
+def close_to_query(run: Run, judge: str) -> Iterator[str]:
+    """How many follow-ups take most of their words from their query: wrong conversations don't show
+    whether they only ask it again."""
+    rows = run.labelled(judge)
+    rows = rows[(rows["perturbation"] == UNPERTURBED) & (rows["follow_up"] == 1) & run.drawn(rows)]
+    close = 0
+    for query, text in zip(rows["query"], rows["text"], strict=True):
+        asked, said = ({*WORD.findall(one.lower())} - FUNCTION_WORDS for one in (query, text))
+        close += len(said & asked) > len(said) / 2
+    if close:
+        yield (
+            f"{close} of the {len(rows)} follow-ups at all temperatures have most of their words "
+            "from their query and may only ask it again: the control doesn't show that."
         )
 
 

@@ -114,14 +114,15 @@ def changed_values(
         if isinstance(a, dict) and isinstance(b, dict):
             found |= changed_values(a, b, f"{prefix}{key}.")
         elif a != b:
-            values = f"is {_short(a)} there, {_short(b)} here"
+            none = "all" if key == "limit" else "not set"
+            values = f"is {_short(a, none)} there, {_short(b, none)} here"
             found[prefix + key] = "differs" if "sha256" in key or "hash" in key else values
     return found
 
 
-def _short(value: Any) -> str:
+def _short(value: Any, none: str) -> str:
     text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
-    text = {"None": "not set", "True": "set", "False": "not set"}.get(text, text)
+    text = {"None": none, "True": "set", "False": "not set"}.get(text, text)
     return text if len(text) <= 40 else text[:37] + "…"
 
 

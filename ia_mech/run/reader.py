@@ -423,7 +423,8 @@ class Run:
             raise UserError(
                 f"{self.path} is still being written or was interrupted ({parts} of {planned} "
                 "parts)",
-                f"let the command that writes it finish, or go on with: {self.command}",
+                "let the command that writes it finish, or go on with the same command (local "
+                f"files are named without their folders here): {self.command}",
             )
 
     def __repr__(self) -> str:
