@@ -166,12 +166,9 @@ def _sentence(judged: JudgedTurns, of: pd.DataFrame, groups: pd.DataFrame, level
         said.append(f"Of each sampled turn the first {some} drawn, and the rest is greedy.")
     if turns["unfinished"].any():
         said.append(f"{turns['unfinished'].mean():.0%} of the turns follow an unfinished response.")
-    return " ".join(
-        filter(
-            None,
-            [*said, latent.verdict(of, level, highest(judged.record)), _reaction(gate, judged)],
-        )
-    )
+    if judged.by is None:  # the rest doesn't depend on the field
+        said += [latent.verdict(of, level, highest(judged.record)), _reaction(gate, judged)]
+    return " ".join(filter(None, said))
 
 
 def _by_group(field: str, rows: pd.DataFrame) -> str:
