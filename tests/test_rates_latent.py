@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 
 from ia_mech.estimates import frame_of, holm_corrected
-from ia_mech.rates.compute import NAMES
+from ia_mech.rates.compute import NAMES, differences
 from ia_mech.rates.latent import BEYOND, REST, RISE, ROLE, conclusion, rises, verdict
 from ia_mech.stats import holm
 
@@ -75,7 +75,7 @@ def test_a_rise_among_the_turns_in_role():
     said = verdict(rows)
     assert said.startswith("It is shown") and rows["p"][2] < 0.05
     fewer = verdict(estimated(decoys((0.3, 0.3), (0.5, 0.2))))
-    assert fewer.startswith("It isn't shown")
+    assert fewer.startswith("It is shown that sampling makes follow-ups fewer, at T = 0.7: ")
 
 
 def test_a_rise_beyond_siblings_is_told_where_there_are_any():
@@ -150,17 +150,22 @@ def test_a_rise_isnt_latent_where_the_gate_fails():
     assert "Most of what this judge calls follow-ups fits wrong conversations, too." in said
 
 
+def test_where_nothing_counts_after_wrong_conversations_the_rise_is_that_of_the_rate():
+    rows = decoys((0.3, 0.3), (0.2, 0.5), queries=20).assign(follow_up=0.0)
+    (rise,) = (one for one in rises(rows, {}) if one.quantity == RISE)
+    plain = rows.assign(outcome=rows["own_follow_up"])
+    (rate,) = differences(plain, ["temperature"], {"temperature": 0}, outcome="outcome")
+    assert (rise.estimate, rise.p, rise.test) == (rate.estimate, rate.p, rate.test)
+
+
 def test_what_cant_be_told_isnt():
     rows = decoys((0.3, 0.3), (0.2, 0.5))
     for lacking in (rows[rows["temperature"] > 0], rows[rows["temperature"] == 0]):
         assert verdict(estimated(lacking)) == ""
     assert verdict(estimated(rows.assign(decoy="sibling"))) == ""
     nothing = verdict(estimated(rows.assign(own_follow_up=0.0, follow_up=0.0)))  # no follow-up
-    assert (
-        nothing.startswith("It isn't shown")
-        and "nan" not in nothing
-        and "would have been" not in nothing
-    )
+    assert nothing.startswith("It isn't shown") and "nan" not in nothing
+    assert "changes by +0.00 [-0.04, +0.04] (with 80% power 0.05 would have been shown)" in nothing
     plain = estimated(rows.assign(out_of_role=np.nan))  # a rubric without such categories
     assert plain["quantity"].tolist() == [RISE]
     assert "in role" not in verdict(plain)

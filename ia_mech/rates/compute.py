@@ -180,7 +180,7 @@ def estimates(judged: JudgedTurns, *, level: float = 0.95, seed: int = 0) -> pd.
             for kind in DECOY_KINDS:
                 rows += floors(among, kind, ["temperature"], **about)
                 rows += floors(among, kind, **about)
-            rows += rises(among, about | {"outcome": "follow_up"}, level)
+            rows += rises(among, about | {"outcome": "follow_up"}, level, seed)
             if own[DEPENDENT].notna().any():
                 rows += rates(own, ["temperature"], outcome=DEPENDENT, **about)
             # Of pooled runs some may lack a temperature: their greedy turns are no baseline for it.

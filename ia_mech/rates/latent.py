@@ -10,7 +10,7 @@ import pandas as pd
 from ia_mech.estimates import TidyEstimate, could_show, estimate_of, p_value, smallest_effect
 from ia_mech.judge.decoys import DECOY_KINDS, SIBLING
 from ia_mech.rates.gate import NOT_PASSED
-from ia_mech.stats import Estimate, decomposed_difference
+from ia_mech.stats import Estimate, decomposed_difference, paired_difference
 
 RISE, ROLE, REST = "rise", "rise_staying_in_role", "rise_once_in_role"
 BEYOND = "rise_beyond_siblings"
@@ -18,7 +18,7 @@ PARTS = (RISE, ROLE, REST, BEYOND)  # quantities
 
 
 def rises(
-    decoys: pd.DataFrame, names: dict[str, Any], level: float = 0.95
+    decoys: pd.DataFrame, names: dict[str, Any], level: float = 0.95, seed: int = 0
 ) -> Iterator[TidyEstimate]:
     """How much more often the turns of each temperature are follow-ups than greedy ones.
 
@@ -28,8 +28,10 @@ def rises(
       role).
     - ``rise_beyond_siblings``: of the rate minus that after other responses to the same query.
 
-    All but ``rise_staying_in_role`` have a p. ``decoys`` are ``JudgedTurns.decoys``. Without greedy
-    turns there is no estimate, and without categories out of role in the rubric there are no parts.
+    Rises are paired by query, as the difference of the rates themselves is
+    (:func:`ia_mech.stats.paired_difference`, with the ``seed`` of its flips). All but
+    ``rise_staying_in_role`` have a p. ``decoys`` are ``JudgedTurns.decoys``. Without greedy turns
+    there is no estimate, and without categories out of role in the rubric there are no parts.
     """
     beyond = decoys["own_follow_up"].astype(float) - decoys["follow_up"].astype(float)
     decoys = decoys.assign(beyond=beyond)[beyond.notna()]
@@ -40,18 +42,20 @@ def rises(
             if own.empty:
                 continue
             roles = own["out_of_role"]
-            columns = own["beyond"], roles.fillna(0), own["temperature"] > 0, own["source"]
-            found = decomposed_difference(*columns, level=level)
-            if kind == SIBLING:
-                kept: list[tuple[str, Estimate, float]] = [(BEYOND, found.difference, found.p)]
-            else:
-                kept = [(RISE, found.difference, found.p)]
-                if roles.notna().any():
-                    kept += [(ROLE, found.mix, np.nan), (REST, found.rest, found.p_rest)]
+            hot = own["temperature"] > 0
+            pair = (own.loc[rows, name] for rows in (hot, ~hot) for name in ("beyond", "source"))
+            rise = paired_difference(*pair, level=level, seed=seed)
+            kept: list[tuple[str, Estimate, float, str | None]]
+            kept = [(BEYOND if kind == SIBLING else RISE, rise.difference, rise.p, rise.test)]
+            if kind != SIBLING and roles.notna().any():
+                columns = own["beyond"], roles.fillna(0), hot, own["source"]
+                found = decomposed_difference(*columns, level=level)
+                kept.append((ROLE, found.mix, np.nan, None))
+                kept.append((REST, found.rest, found.p_rest, "jackknife"))
             of = names | {"temperature": float(temperature), "decoy": kind, "events": pd.NA}
-            for quantity, estimate, p in kept:
+            for quantity, estimate, p, test in kept:
                 if pd.notna(estimate.value):
-                    test = None if np.isnan(p) else "jackknife"
+                    test = None if np.isnan(p) else test
                     yield TidyEstimate(quantity, of, len(own), estimate, p, test)
 
 
@@ -84,10 +88,12 @@ def verdict(estimates: pd.DataFrame, level: float = 0.95, fit: float = math.inf)
     gate, rises = found[RISE]["gate"], best in shown_at
     several = f", the best of {len(tried)} temperatures" if len(tried) > 1 else ""
     shown = "is" if rises and gate != NOT_PASSED else "isn't"
+    words = f"It {shown} shown that sampling brings out follow-ups that greedy decoding hides"
+    if _falls(found[RISE], level):
+        words = "It is shown that sampling makes follow-ups fewer"
     said = [
-        f"It {shown} shown that sampling brings out follow-ups that greedy decoding hides, at T = "
-        f"{best:g}{several}: the follow-up rate minus that after a wrong conversation changes by "
-        f"{told(RISE)}."
+        f"{words}, at T = {best:g}{several}: the follow-up rate minus that after a wrong "
+        f"conversation changes by {told(RISE)}."
     ]
     if REST in found:
         said.append(
@@ -120,7 +126,7 @@ def conclusion(estimates: pd.DataFrame, level: float = 0.95, fit: float = math.i
     rise = found[RISE]
     if best in shown_at:
         said = "sampling brings out follow-ups that greedy decoding hides"
-    elif rise["value"] < 0 and rise["p_holm"] < 1 - level:
+    elif _falls(rise, level):
         said = "sampling makes follow-ups fewer"
     else:
         said = "it isn't shown that sampling brings out more"
@@ -128,6 +134,10 @@ def conclusion(estimates: pd.DataFrame, level: float = 0.95, fit: float = math.i
     return (
         f"From greedy to T = {best:g} the rate, minus the control's, changes by {numbers}: {said}."
     )
+
+
+def _falls(rise: pd.Series, level: float) -> bool:
+    return rise["value"] < 0 and rise["p_holm"] < 1 - level
 
 
 def _best(

@@ -312,10 +312,9 @@ def _rise_table(whole: pd.DataFrame) -> Table:
     }
     legend = (
         "Rise beyond wrong conversations: how much the follow-up rate rises from greedy turns to "
-        "those at T, minus how much it rises after wrong conversations; its p is from a jackknife. "
-        "Siblings: other responses to the same query. "
-        "In role: a turn doesn't, by the judge, repeat query or response, or speak as the "
-        "assistant. p: Holm-corrected."
+        "those at T, minus how much it rises after wrong conversations. Siblings: other responses "
+        "to the same query. In role: a turn doesn't, by the judge, repeat query or response, or "
+        "speak as the assistant. p: Holm-corrected."
     )
     title = "are follow-ups latent? how their rate rises from greedy to sampled turns"
     return table_of(title, rows, heads, LINES, rows="turns, greedy too", legend=legend)
