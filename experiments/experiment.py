@@ -371,7 +371,7 @@ class Experiment(ABC):
         parser = cls.build_parser()
         args = parser.parse_args(argv)
         args.command_line = command_line(parser, args)
-        kept = "what was computed is kept; the same command goes on from there"
+        kept = "finished parts are kept; the same command goes on from there"
         return run_command(lambda: cls.command(args), lambda: kept, args.threads)
 
     @classmethod

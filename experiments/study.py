@@ -317,7 +317,7 @@ def build_parser() -> Parser:
 def main(argv: list[str] | None = None) -> int:
     tolerant_streams()
     args = with_defaults(build_parser().parse_args(argv))
-    kept = "what was computed is kept; the same command goes on from there"
+    kept = "finished parts are kept; the same command goes on from there"
     return run_command(lambda: _study(args), lambda: kept)
 
 

@@ -643,18 +643,18 @@ def found_sentences(short: bool) -> list[str]:
     | Qwen2.5-Coder-1.5B: follow-ups | {readers[0]} | {readers[1]} |
     | control: the same turns, shown after another query's conversation
     | {readers[2]} | {readers[3]} |
-    | in the user's role, after {len(at(0))} new queries | {role[0]} | {role[ALL]} |
+    | Qwen in the user's role, {len(at(0))} new queries | {role[0]} | {role[ALL]} |
     | SmolLM2-135M: follow-ups | {small[0]} | {small[1]} |
 
     **Sampling raises Qwen's rate, but not beyond other responses to the query.** Minus the control,
     the rise is {mean(100 * by_readers(QWEN, BEYOND_WRONG), 0)} points (before rounding; 95%
-    interval: {low} to {high}). Minus the rate after another response to the same query, none is
+    interval: {low} to {high}). Minus the rate after another response to the same query, no rise is
     shown.
 
     **Fewer sampled turns leave the user's role** (they repeat the conversation or answer it). Those
     in role aren't follow-ups more often.
 
-    **One vector does as much.** It is learned on other queries and added to the hidden state of the
+    **One vector does as much as sampling.** It is learned on other queries and added to the hidden state of the
     header's last token. Greedy follow-ups rise from {steered[0]}% to {steered[1]}%; with a vector
     learned from shuffled labels they stay at {steered[2]}%.
 

@@ -549,6 +549,6 @@ def test_follow_ups_that_take_most_of_their_words_from_the_query_are_counted():
     rows = pd.DataFrame(said, columns=["query", "text", "follow_up", "perturbation", "drawn"])
     run = SimpleNamespace(labelled=lambda judge: rows, drawn=lambda these: these["drawn"])
     (line,) = close_to_query(run, "me")
-    assert line.startswith("1 of the 2 follow-ups at all temperatures have most of their words")
+    assert line.startswith("1 of the 2 follow-ups at all temperatures has most of their words")
     rows.loc[0, "text"] = "What does the fado cost?"
     assert list(close_to_query(run, "me")) == []

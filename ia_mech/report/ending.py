@@ -106,8 +106,9 @@ def close_to_query(run: Run, judge: str) -> Iterator[str]:
         close += len(said & asked) > len(said) / 2
     if close:
         yield (
-            f"{close} of the {len(rows)} follow-ups at all temperatures have most of their words "
-            "from their query and may only ask it again: the control doesn't show that."
+            f"{close} of the {len(rows)} follow-ups at all temperatures "
+            f"{'has' if close == 1 else 'have'} most of their words from their query and may only "
+            "ask it again: the control doesn't show that."
         )
 
 
