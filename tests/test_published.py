@@ -654,8 +654,8 @@ def found_sentences(short: bool) -> list[str]:
     **Fewer sampled turns leave the user's role** (they repeat the conversation or answer it). Those
     in role aren't follow-ups more often.
 
-    **One vector does as much as sampling.** It is learned on other queries and added to the hidden state of the
-    header's last token. Greedy follow-ups rise from {steered[0]}% to {steered[1]}%; with a vector
+    **One vector does as much as sampling.** It is learned on other queries and added to the hidden
+    state of the header's last token. Greedy follow-ups rise from {steered[0]}% to {steered[1]}%; with a vector
     learned from shuffled labels they stay at {steered[2]}%.
 
     **What a turn says is read from the response's tokens.** Which of three responses did a sampled
