@@ -655,8 +655,8 @@ def found_sentences(short: bool) -> list[str]:
     in role aren't follow-ups more often.
 
     **One vector does as much as sampling.** It is learned on other queries and added to the hidden
-    state of the header's last token. Greedy follow-ups rise from {steered[0]}% to {steered[1]}%; with a vector
-    learned from shuffled labels they stay at {steered[2]}%.
+    state of the header's last token. Greedy follow-ups rise from {steered[0]}% to {steered[1]}%;
+    with a vector learned from shuffled labels they stay at {steered[2]}%.
 
     **What a turn says is read from the response's tokens.** Which of three responses did a sampled
     turn follow? It tells {all_q} bits of at most 1.58 (log₂ 3). If only the response's keys and
