@@ -729,6 +729,8 @@ def sentences() -> dict[str, list[str]]:
     both_say = f"{kappa(*((under[one] == 'follow_up').to_numpy(float) for one in BOTH)):.2f}"
     vector, control = (partial(under_vector, t, model=NEW) for t in ("follow-ups", "permuted"))
     over_control = by_kind(vector() - control())
+    at_7 = {t: of.set_index("context") for t, of in table(NEW, "vector_layer_7").groupby("term")}
+    judged_at_7 = {t: (of["judged"] == "follow_up").astype(float) for t, of in at_7.items()}
     part, of_qwen = (
         {name: [around(one, 2, sign=True) for one in each] for name, each in by_site(m).items()}
         for m in (SMOL_NEW, NEW)
@@ -796,6 +798,11 @@ def sentences() -> dict[str, list[str]]:
     confidence set: {layers[0]} to {layers[-1]}). But part of it is how much of a distribution the
     recipient's first tokens hold. As a share of what they hold, the donors' own first tokens aren't
     shown to differ ({around(of_covered(), 2, sign=True)}): no layer is claimed.
+
+    After layer 7 the vector does as much: the mass is {amount(at_7["follow-ups"]["follow-up mass"])}
+    under it and {amount(at_7["permuted"]["follow-up mass"])} under the control, and by the judge
+    {percent(judged_at_7["follow-ups"])} and {percent(judged_at_7["permuted"])} of 100 greedy turns
+    are follow-ups ({change(judged_at_7["follow-ups"] - judged_at_7["permuted"])}).
 
     The follow-up mass: each of the likeliest first tokens (90% of the probability) is gone on from
     greedily, and the turn is judged. It is {amount(held["mass"])}; the first tokens {openings()}.
