@@ -799,8 +799,8 @@ def sentences() -> dict[str, list[str]]:
     recipient's first tokens hold. As a share of what they hold, the donors' own first tokens aren't
     shown to differ ({around(of_covered(), 2, sign=True)}): no layer is claimed.
 
-    After layer 7 the vector does as much: the mass is {amount(at_7["follow-ups"]["follow-up mass"])}
-    under it and {amount(at_7["permuted"]["follow-up mass"])} under the control, and by the judge
+    After layer 7 the vector does as much: the mass is
+    {amount(at_7["follow-ups"]["follow-up mass"])} under it and {amount(at_7["permuted"]["follow-up mass"])} under the control, and by the judge
     {percent(judged_at_7["follow-ups"])} and {percent(judged_at_7["permuted"])} of 100 greedy turns
     are follow-ups ({change(judged_at_7["follow-ups"] - judged_at_7["permuted"])}).
 
