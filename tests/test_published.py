@@ -800,7 +800,8 @@ def sentences() -> dict[str, list[str]]:
     shown to differ ({around(of_covered(), 2, sign=True)}): no layer is claimed.
 
     After layer 7 the vector does as much: the mass is
-    {amount(at_7["follow-ups"]["follow-up mass"])} under it and {amount(at_7["permuted"]["follow-up mass"])} under the control, and by the judge
+    {amount(at_7["follow-ups"]["follow-up mass"])} under it and
+    {amount(at_7["permuted"]["follow-up mass"])} under the control, and by the judge
     {percent(judged_at_7["follow-ups"])} and {percent(judged_at_7["permuted"])} of 100 greedy turns
     are follow-ups ({change(judged_at_7["follow-ups"] - judged_at_7["permuted"])}).
 
