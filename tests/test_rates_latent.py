@@ -76,6 +76,12 @@ def test_a_rise_among_the_turns_in_role():
     assert said.startswith("It is shown") and rows["p"][2] < 0.05
     fewer = verdict(estimated(decoys((0.3, 0.3), (0.5, 0.2))))
     assert fewer.startswith("It is shown that sampling makes follow-ups fewer, at T = 0.7: ")
+    falls = estimated(decoys((0.3, 0.3), (0.5, 0.2)))
+    failed = verdict(falls.assign(gate="failed"))  # the judge can't tell what it counts
+    assert failed.startswith("It isn't shown that sampling brings out")
+    higher = falls[falls["quantity"] == RISE].assign(quantity="difference", value=0.1)
+    said = verdict(pd.concat([falls, higher], ignore_index=True))  # only the control rises more
+    assert said.startswith("It isn't shown that sampling brings out")
 
 
 def test_a_rise_beyond_siblings_is_told_where_there_are_any():

@@ -15,6 +15,8 @@ from ia_mech.stats import Estimate, decomposed_difference, paired_difference
 RISE, ROLE, REST = "rise", "rise_staying_in_role", "rise_once_in_role"
 BEYOND = "rise_beyond_siblings"
 PARTS = (RISE, ROLE, REST, BEYOND)  # quantities
+MORE = "sampling brings out follow-ups that greedy decoding hides"
+FEWER = "sampling makes follow-ups fewer"
 
 
 def rises(
@@ -75,7 +77,7 @@ def verdict(estimates: pd.DataFrame, level: float = 0.95, fit: float = math.inf)
     chosen = _best(estimates, level, fit)
     if chosen is None:
         return ""
-    found, tried, shown_at, best = chosen
+    found, tried, change, best = chosen
 
     def told(quantity: str) -> str:
         row = found[quantity]
@@ -85,15 +87,13 @@ def verdict(estimates: pd.DataFrame, level: float = 0.95, fit: float = math.inf)
         could = "" if differs else could_show(smallest_effect(row, level), most=1)
         return f"{estimate.text(sign=True)} ({could or p_value(row['p_holm'])})"
 
-    gate, rises = found[RISE]["gate"], best in shown_at
+    gate = found[RISE]["gate"]
     several = f", the best of {len(tried)} temperatures" if len(tried) > 1 else ""
-    shown = "is" if rises and gate != NOT_PASSED else "isn't"
-    words = f"It {shown} shown that sampling brings out follow-ups that greedy decoding hides"
-    if _falls(found[RISE], level):
-        words = "It is shown that sampling makes follow-ups fewer"
+    shown = "isn't" if gate == NOT_PASSED or not change else "is"
+    words = FEWER if shown == "is" and change < 0 else MORE
     said = [
-        f"{words}, at T = {best:g}{several}: the follow-up rate minus that after a wrong "
-        f"conversation changes by {told(RISE)}."
+        f"It {shown} shown that {words}, at T = {best:g}{several}: the follow-up rate minus that "
+        f"after a wrong conversation changes by {told(RISE)}."
     ]
     if REST in found:
         said.append(
@@ -103,7 +103,7 @@ def verdict(estimates: pd.DataFrame, level: float = 0.95, fit: float = math.inf)
         )
     if gate == NOT_PASSED:
         said.append("Most of what this judge calls follow-ups fits wrong conversations, too.")
-    if not rises and found[RISE]["p_holm"] < 1 - level and found[RISE]["value"] > 0:
+    if not change and found[RISE]["p_holm"] < 1 - level and found[RISE]["value"] > 0:
         said.append("But sampled turns aren't follow-ups more often than greedy ones.")
     if BEYOND in found:
         row = found[BEYOND]
@@ -120,40 +120,33 @@ def conclusion(estimates: pd.DataFrame, level: float = 0.95, fit: float = math.i
     chosen = _best(estimates, level, fit)
     if chosen is None:
         return ""
-    found, _, shown_at, best = chosen
+    found, _, change, best = chosen
     if found[RISE]["gate"] == NOT_PASSED:
         return "Most of what this judge calls follow-ups fits other conversations, too."
-    rise = found[RISE]
-    if best in shown_at:
-        said = "sampling brings out follow-ups that greedy decoding hides"
-    elif _falls(rise, level):
-        said = "sampling makes follow-ups fewer"
-    else:
-        said = "it isn't shown that sampling brings out more"
-    numbers = estimate_of(rise).text(sign=True)
+    said = {1: MORE, 0: "it isn't shown that sampling brings out more", -1: FEWER}[change]
+    numbers = estimate_of(found[RISE]).text(sign=True)
     return (
         f"From greedy to T = {best:g} the rate, minus the control's, changes by {numbers}: {said}."
     )
 
 
-def _falls(rise: pd.Series, level: float) -> bool:
-    return rise["value"] < 0 and rise["p_holm"] < 1 - level
-
-
 def _best(
     estimates: pd.DataFrame, level: float, fit: float
-) -> tuple[dict[str, pd.Series], pd.DataFrame, pd.Index, float] | None:
-    """The estimates, by quantity, at the temperature that counts; the rises that were tried; the
-    temperatures at which one is shown; and the temperature that counts."""
+) -> tuple[dict[str, pd.Series], pd.DataFrame, int, float] | None:
+    """The estimates, by quantity, at the temperature that counts; the rises that were tried;
+    whether the rise there is shown to be above 0 (1), or below it (-1), and the rate itself isn't
+    on the other side; and the temperature."""
     rows = estimates[estimates["quantity"].isin(PARTS)]
     of = {quantity: own.set_index("temperature") for quantity, own in rows.groupby("quantity")}
     if RISE not in of:
         return None
     within = of[RISE][of[RISE].index <= fit]
     tried = within if len(within) else of[RISE]
-    higher = estimates[estimates["quantity"] == "difference"].set_index("temperature")["value"] > 0
-    sure = tried[(tried["value"] > 0) & (tried["p_holm"] < 1 - level)]
-    sure = sure[higher.reindex(sure.index, fill_value=True)]
+    rates = estimates[estimates["quantity"] == "difference"].set_index("temperature")["value"]
+    signs = np.sign(tried["value"])
+    alike = rates.reindex(tried.index).pipe(np.sign).fillna(signs) == signs
+    changes = signs.where(alike & (tried["p_holm"] < 1 - level), 0).astype(int)
+    sure = tried[changes > 0]
     best = (sure if len(sure) else tried)["value"].idxmax()
     found = {quantity: own.loc[best] for quantity, own in of.items() if best in own.index}
-    return found, tried, sure.index, best
+    return found, tried, changes[best], best
