@@ -46,7 +46,8 @@ class Pretended(Team):
     """Devices with a model each."""
 
     def __init__(self, subject, count: int) -> None:
-        super().__init__(subject)
+        # As the actors of a cluster: no model is here, and Team's own __init__ isn't called.
+        self.device, self.most, self.threads = subject.device, count, 1
         self.files, self.free = subject.files, queue.SimpleQueue()
         for _ in range(count):
             self.free.put(copy.deepcopy(subject))

@@ -128,8 +128,10 @@ class Team:
         named: whether the progress of a run has named the model, which the first run does.
     """
 
+    named = False
+
     def __init__(self, subject: Any = None) -> None:
-        self.subject, self.most, self.threads, self.named = subject, 1, 1, False
+        self.subject, self.most, self.threads = subject, 1, 1
         self.device = torch.device("cpu") if subject is None else subject.device
 
     def begin(self, task: Callable[..., Result], *args: Any) -> Result:
