@@ -48,7 +48,7 @@ ELSEWHERE = {  # commands that need what tests don't have
     "post-training": "packages for training; tests/test_post_training.py",
     "cache/tuned": "what post-training leaves",
     "cache/before": "what post-training leaves",
-    "worked_experiment": "this folder; tests/test_experiment.py",
+    "docs/worked_": "this folder; tests/test_experiment.py, tests/test_perturbations.py",
 }
 CHAT = {"prompt": "Name a metal.", "response": "Iron.", "followup": "Does it rust?"}
 
