@@ -126,6 +126,25 @@ def donors_of(contexts: pd.DataFrame, recipients: Sequence[int], seed: int) -> p
     return pd.DataFrame(found, columns=["recipient", *ARMS])
 
 
+def donors_among_siblings(
+    contexts: pd.DataFrame, recipients: Sequence[int], seed: int
+) -> pd.DataFrame:
+    """As :func:`donors_of`, but donors are other contexts of the recipient's query: that with the
+    highest :data:`CHOOSING`, that with the lowest, and the two that are nearest to each other, in
+    random order. A recipient takes three others: of two, the nearest were also the farthest."""
+    rng, found = np.random.default_rng([seed, 5]), []
+    source, share = contexts["source"].to_numpy(), contexts[CHOOSING].to_numpy(float)
+    for one in recipients:
+        others = np.flatnonzero((source == source[one]) & (np.arange(len(source)) != one))
+        if len(others) < 3:
+            continue
+        ranked = others[np.argsort(share[others], kind="stable")]
+        nearest = np.diff(share[ranked]).argmin()
+        equal = rng.permutation(ranked[nearest : nearest + 2]).tolist()
+        found.append([one, ranked[-1], ranked[0], *equal])
+    return pd.DataFrame(found, columns=["recipient", *ARMS])
+
+
 def estimates(rows: pd.DataFrame, options: dict[str, Any]) -> Iterator[TidyEstimate]:
     """Every estimate, with its interval over queries: those of the recipient and of its donors, as
     values that share one may depend on each other (:func:`ia_mech.stats.dyadic_mean`).

@@ -77,6 +77,7 @@ EXCHANGED = "interchange"  # the perturbation of sampled contexts, and the key o
 TEMPERATURE = 0.7
 SAMPLES = 16
 BY_BITS, BY_FOLLOW_UPS, BY_MASS = "bits", "follow-up", "mass"
+OTHERS, SIBLINGS = "others", "siblings"  # donors: conversations of other queries, or of the same
 
 
 class Grid(Experiment):
@@ -97,9 +98,9 @@ class Grid(Experiment):
 
     @classmethod
     def asked(cls, args: argparse.Namespace) -> type[Experiment]:
-        """The class of the outcome and the cells; results of the usual outcome and component have
-        the plain name of the command."""
-        plain = {"outcome": next(iter(cls.outcomes)), "component": RESID}
+        """The class of the outcome and the cells; results of the usual outcome, component and
+        donors have the plain name of the command."""
+        plain = {"outcome": next(iter(cls.outcomes)), "component": RESID, "donors": OTHERS}
         words = [vars(args).get(name, plain[name]) for name in plain]
         name = "-".join(
             [cls.folder_name(), *(word for word in words if word not in plain.values())]
@@ -205,6 +206,7 @@ class FollowUps(Grid):
     flags: ClassVar[tuple[str, ...]] = ("category", "samples", "temperature")
 
     put = "parts"  # of donors
+    donors_are = "donors among other queries of their dataset"
 
     @property
     def temperature(self) -> float:
@@ -264,8 +266,7 @@ class FollowUps(Grid):
         """Refuse too few recipients; else note how many there are, and how many donors."""
         if len(self.donors) < 2:
             raise UserError(
-                f"{len(self.donors)} queries have {recipients}, and donors among other queries of "
-                f"their dataset ({out_of})",
+                f"{len(self.donors)} queries have {recipients}, and {self.donors_are} ({out_of})",
                 remedy,
             )
         every_donor = self.donors[list(ARMS)].stack()
@@ -276,11 +277,14 @@ class FollowUps(Grid):
             f"queries; a conversation is one at most {most} times."
         )
 
-    def with_donors(self, eligible: pd.Series) -> pd.DataFrame:
-        """The donors of the first eligible context of each query."""
+    def recipients(self, eligible: pd.Series) -> pd.Index:
+        """The first eligible context of each query."""
         asked = self.contexts["source"].isin([query.source for query in self.queries])
-        recipients = self.contexts[asked & eligible].drop_duplicates("source").index
-        return donors_of(self.contexts, recipients, self.args.seed)
+        return self.contexts[asked & eligible].drop_duplicates("source").index
+
+    def with_donors(self, eligible: pd.Series) -> pd.DataFrame:
+        """The donors of recipients."""
+        return donors_of(self.contexts, self.recipients(eligible), self.args.seed)
 
     @cached_property
     def rows_of_contexts(self) -> pd.DataFrame:

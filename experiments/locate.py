@@ -44,6 +44,7 @@ is the donor's own, by construction. Cost: five prefills a query.
     ia-mech locate cache/RUN --recipients 1 --maps windows   # a larger model
     ia-mech locate cache/RUN --outcome follow-up             # a judged run with 16 samples
     ia-mech locate cache/RUN --outcome mass                  # after ia-mech mass cache/RUN
+    ia-mech locate cache/RUN --outcome mass --donors siblings   # after ia-mech mass --responses 4
 """
 
 import argparse
@@ -85,6 +86,8 @@ from experiments.grid import (
     BY_BITS,
     BY_FOLLOW_UPS,
     BY_MASS,
+    OTHERS,
+    SIBLINGS,
     FollowUps,
     Grid,
 )
@@ -507,6 +510,9 @@ class Locate(Grid):
         how: dict[str, Any] = {"nargs": "*", "choices": MAPS, "metavar": "MAP"}
         flag(parser, "--maps", str, list(USUAL_MAPS), of, **how)
         super().add_flags(parser)
+        donors = f"of {BY_MASS}: responses to {OTHERS[:-1]} queries, or to the same one (siblings)"
+        how = {"choices": (OTHERS, SIBLINGS), "metavar": "WHOSE"}
+        flag(parser, "--donors", str, OTHERS, donors, **how)
 
     def cells(self) -> list[Cell]:
         from ia_mech.engine.splice import RECURRENT, layer_kinds
@@ -515,7 +521,8 @@ class Locate(Grid):
         if self.args.outcome == BY_FOLLOW_UPS:
             return [Cell(site, Splice(site)) for site in (WHOLE_SITES if recurrent else SITES)]
         if self.args.outcome == BY_MASS:
-            return [Cell(site, Splice(site)) for site in sites_of(recurrent)]
+            siblings = self.args.donors == SIBLINGS
+            return [Cell(site, Splice(site)) for site in sites_of(recurrent, siblings)]
         if recurrent and BLOCKS in self.args.maps:
             name = self.runs[0].model["name"]
             raise UserError(

@@ -2,13 +2,14 @@
 
 Recipients, donors and masses are those of :mod:`experiments.moved_mass`. Keys and values of the
 query, of the response or of both are the donor's; a recurrent state is the one at the end of the
-response. What follows, up to the end of the header, is computed anew, so that the logits of the
+response. Donors are conversations of other queries, or other responses to the recipient's query. What follows, up to the end of the header, is computed anew, so that the logits of the
 first token aren't the donor's. With both the mass is that of the donor's own distribution.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import pandas as pd
 
@@ -21,8 +22,9 @@ from experiments.change import (
     Ids,
     Splice,
 )
-from experiments.control import ARMS, RATIO
+from experiments.control import ARMS, RATIO, donors_among_siblings
 from experiments.experiment import Model, Unit
+from experiments.grid import SIBLINGS
 from experiments.moved_mass import MovedMass, OfOpenings
 from experiments.shown import told
 from ia_mech.results import SHARE as AS_SHARE
@@ -36,9 +38,10 @@ WAYS = {
 }
 
 
-def sites_of(recurrent: bool) -> tuple[str, ...]:
-    """What is the donor's, the ceiling last."""
-    return (*(WAYS if recurrent else (QUERY, RESPONSE)), QUERY_AND_RESPONSE)
+def sites_of(recurrent: bool, siblings: bool) -> list[str]:
+    """What is the donor's, the ceiling last. Siblings have the query in common."""
+    sites = list(WAYS) if recurrent else [QUERY, RESPONSE]
+    return [*sites[siblings:], QUERY_AND_RESPONSE]
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,7 @@ class MassWith(OfOpenings):
 class MovedBySites(MovedMass):
     """How far the follow-up mass moves with sites of donors."""
 
+    flags: ClassVar[tuple[str, ...]] = ("donors",)
     put = "parts"
     own = (
         "The recipient's own keys and values, put back, change no bit; a hybrid of everything "
@@ -99,6 +103,12 @@ class MovedBySites(MovedMass):
     @property
     def ceiling(self) -> tuple[str, int]:
         return QUERY_AND_RESPONSE, -1
+
+    def with_donors(self, eligible: pd.Series) -> pd.DataFrame:
+        if self.args.donors != SIBLINGS:
+            return super().with_donors(eligible)
+        self.donors_are, self.whose = "three other responses with a mass", "the siblings'"
+        return donors_among_siblings(self.contexts, self.recipients(eligible), self.args.seed)
 
     @cached_property
     def responses(self) -> dict[str, range]:

@@ -191,6 +191,7 @@ class MovedMass(FollowUps):
     flags: ClassVar[tuple[str, ...]] = ()
     measured = "the follow-up mass"
     own: ClassVar[str]
+    whose = "the donors'"
 
     @property
     def ceiling(self) -> tuple[str, int]:
@@ -334,7 +335,7 @@ class MovedMass(FollowUps):
         moved, equal = (
             cells[~self.at_ceiling(cells)] for cells in (only(whole, MOVED), only(whole, EQUAL))
         )
-        words = "the donors' own first tokens differ in follow-up mass by"
+        words = f"{self.whose} own first tokens differ in follow-up mass by"
         covered = only(whole, OF_COVERED)
         said = [
             self.tested(words, only(whole, DONORS), most=1),

@@ -97,11 +97,13 @@ def sampled(
     samples: int = SAMPLES,
     by: str = ATTN,
     moody: str = "response",
+    responses: int = 1,
 ) -> Run:
     """A judged run of conversations, half of whose responses, or queries, are of each mood."""
     subject = planted(small, odds, folder / "model", by)
     data = folder / "chats.jsonl"
-    rows = [{"id": f"c{i}", "query": f"{i}?", "response": "x"} for i in range(QUERIES)]
+    names = [(f"c{i}r{j}", f"{i}?") for i in range(QUERIES) for j in range(responses)]
+    rows = [{"id": name, "query": query, "response": "x"} for name, query in names]
     for i, row in enumerate(rows):
         row[moody] = MOODS[i % 2] * (3 + i % 5) + (row["query"] if moody == "query" else "")
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))

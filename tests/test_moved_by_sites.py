@@ -1,5 +1,6 @@
 """The follow-up mass with a donor's query or response: planted models, slow passes, families."""
 
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +13,17 @@ from test_moved_mass import LABELS, TOKENS
 from test_splice import ARCHITECTURES, QUERY, RESPONSES, by_one_pass, contexts
 
 from experiments import change, locate, mass
-from experiments.control import ARMS, COVERED, DONORS, EQUAL, MOVED, RATIO, UNCHANGED
+from experiments.control import (
+    ARMS,
+    CHOOSING,
+    COVERED,
+    DONORS,
+    EQUAL,
+    MOVED,
+    RATIO,
+    UNCHANGED,
+    donors_among_siblings,
+)
 from experiments.experiment import Model
 from experiments.moved_by_sites import MassWith, sites_of
 from experiments.outcome import IN_ROLE
@@ -27,7 +38,7 @@ DONORS_OF = [1, 2, 1, 2]  # high, low, and two of equal mass
 
 def recipient(family: str, recurrent: bool = False) -> tuple[MassWith, Model]:
     """Contexts of three lengths that share the query; the first is the recipient."""
-    each, sites = [tuple(ids) for ids in contexts(0)], [*sites_of(recurrent)]
+    each, sites = [tuple(ids) for ids in contexts(0)], sites_of(recurrent, siblings=False)
     what = each, [QUERY] * 3, DONORS_OF, AFTER, sites
     unit = MassWith("s", "d", 1, TOKENS, LABELS, 1.0, *what)
     subject = Subject(ModelSpec("tiny"), tiny.model(family), None, "")
@@ -109,7 +120,7 @@ def test_the_mass_travels_with_the_site_that_decides_the_first_token(
     wanted = SHARES["z"] - SHARES["q"]
     assert whole[DONORS] == pytest.approx(wanted, abs=0.01)
     assert whole[UNCHANGED] == pytest.approx(sum(SHARES.values()) / 2, abs=0.01)
-    for site in sites_of(False):
+    for site in sites_of(recurrent=False, siblings=False):
         moves = site in (moody, change.QUERY_AND_RESPONSE)
         assert cells[MOVED, site] == pytest.approx(wanted * moves, abs=0.01), site
         assert cells[RATIO, site] == pytest.approx(float(moves), abs=0.01)
@@ -121,3 +132,38 @@ def test_the_mass_travels_with_the_site_that_decides_the_first_token(
     assert "they need not sum to the whole" in outcome.out
     line = refusal(command(locate.main, *words, "--maps", "windows"))
     assert line.startswith("--maps is of --outcome bits")
+
+
+def test_siblings_as_donors_move_the_mass_with_the_response(
+    tiny_subject, capfd, monkeypatch, tmp_path
+):
+    monkeypatch.setattr("experiments.arms.builtin_judge", Marked)
+    run = sampled(tiny_subject, (-0.5, -3.0), tmp_path, samples=1, responses=4)
+    words = [str(run.path), "--resamples", "200"]
+    assert call(mass.main, [*words, "--share", "0.99", "--responses", "3"], capfd).status == 0
+    words += ["--outcome", "mass", "--donors", "siblings"]
+    line = refusal(call(locate.main, words, capfd))
+    assert line.startswith("0 queries have") and "three other responses with a mass" in line
+    shutil.rmtree(run.path.with_name(f"{run.path.name}-mass"))
+    assert call(mass.main, [*words[:3], "--share", "0.99", "--responses", "4"], capfd).status == 0
+    outcome = call(locate.main, words, capfd)
+    assert outcome.status == 0, outcome.err
+    path = run.path / "results" / "locate-mass-siblings"
+    rows, found = (pd.read_parquet(path / f"{name}.parquet") for name in ("rows", "estimates"))
+    assert all((rows[f"query {arm}"] == rows["source"]).all() for arm in ARMS)
+    assert {*rows["term"]} == {change.RESPONSE, change.QUERY_AND_RESPONSE}
+    cells = found.set_index(["quantity", "term"])["value"]
+    wanted = SHARES["z"] - SHARES["q"]
+    assert cells[MOVED, change.RESPONSE] == pytest.approx(wanted, abs=0.01)
+    assert abs(cells[EQUAL, change.RESPONSE]) < 0.01
+    assert outcome.out.startswith("The siblings' own first tokens differ in follow-up mass by:")
+    line = refusal(call(locate.main, [*words[:3], "--donors", "siblings"], capfd))
+    assert line.startswith("--donors is of --outcome mass")
+
+
+def test_the_equal_donors_among_siblings_are_not_the_high_and_the_low_one():
+    masses = [0.5, 0.1, 0.6, 0.65, 0.9, 0.2, 0.3]
+    each = pd.DataFrame({"source": ["a"] * 5 + ["b"] * 2, CHOOSING: masses})
+    (made,) = donors_among_siblings(each, [0, 5], seed=0).to_dict("records")
+    assert (made["recipient"], made["high"], made["low"]) == (0, 4, 1)
+    assert {made["equal a"], made["equal b"]} == {2, 3}
