@@ -51,9 +51,9 @@ def command(capfd, monkeypatch, tmp_path):
 def test_a_query_has_one_recipient_of_several_responses():
     contexts = pd.DataFrame({"dataset": "d", "source": list("aabbcc"), CHOOSING: np.arange(6.0)})
     some = SimpleNamespace(source="a"), SimpleNamespace(source="b")
-    asked = SimpleNamespace(contexts=contexts, queries=some, args=SimpleNamespace(seed=0))
-    found = MovedMass.with_donors(asked, pd.Series([False, True, True, True, True, True]))
-    assert found["recipient"].tolist() == [1, 2]
+    asked = SimpleNamespace(contexts=contexts, queries=some)
+    found = MovedMass.recipients(asked, pd.Series([False, True, True, True, True, True]))
+    assert found.tolist() == [1, 2]
 
 
 def test_the_mass_travels_with_the_state_that_decides_the_first_token(used, command, tmp_path):
