@@ -100,7 +100,7 @@ class Result:
 
     def _repr_html_(self) -> str:
         """The result in a notebook: question, sentence, control, and figures if it was read."""
-        words = (self.question, self.sentence, f"Control: {self.control}")
+        words = (self.question, self.sentence, control_of(self))
         texts = "".join(f"<p>{escape(visible(text))}</p>" for text in words)
         svgs = (svg for svg in self.figures.values() if isinstance(svg, bytes))
         return texts + "".join(
@@ -367,6 +367,11 @@ def _damaged(folder: Path, error: Exception) -> UserError:
     return UserError(f"the result in {folder} is damaged ({error})", "remove it, and analyse again")
 
 
+def control_of(result: Result) -> str:
+    """The control of a result, which begins with that word."""
+    return f"{'' if result.control.startswith('Control ') else 'Control: '}{result.control}"
+
+
 def sentences_of(text: str) -> list[str]:
     """The sentences of a text. Each is shown on a line of its own."""
     return _SENTENCE_END.split(text)
@@ -379,7 +384,7 @@ def show(result: Result, screen: "Console", *, full: bool = False, rest: str = "
     ``rest`` is the flag that shows the others: the last line is ``--full: 5 more tables, 1 note, 2
     sentences`` (of the control).
     """
-    control = sentences_of(one_line(f"Control: {result.control}")) if result.control else []
+    control = sentences_of(one_line(control_of(result))) if result.control else []
     told, tables, notes = control, result.tables, result.notes
     if not full:
         told = control[:1]

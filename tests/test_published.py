@@ -631,37 +631,28 @@ def found_sentences(short: bool) -> list[str]:
     )
     written = mean(site(QWEN, "written: response"))
     low, high = (f"{100 * end:.0f}" for end in student(by_readers(QWEN, BEYOND_WRONG))[1:])
-    role = {count: mean(100 * at(count, "in_role"), 0) for count in (0, ALL)}
     steered = [
         mean(100 * under_vector(term, model=NEW), 0)
         for term in ("unsteered", "follow-ups", "permuted")
     ]
     small = [mean(100 * by_readers(SMOL, one), 0) for one in (GREEDY, SAMPLED)]
     brief = f"""
-    | of 100 user turns, labelled blind by a language model | greedy | sampled at T = 0.7 |
-    | --- | --- | --- |
-    | Qwen2.5-Coder-1.5B: follow-ups | {readers[0]} | {readers[1]} |
-    | control: the same turns, shown after another query's conversation
-    | {readers[2]} | {readers[3]} |
-    | Qwen in the user's role, {len(at(0))} new queries | {role[0]} | {role[ALL]} |
-    | SmolLM2-135M: follow-ups | {small[0]} | {small[1]} |
-
-    **Sampling raises Qwen's rate, but not beyond other responses to the query.** Minus the control,
-    the rise is {mean(100 * by_readers(QWEN, BEYOND_WRONG), 0)} points (before rounding; 95%
-    interval: {low} to {high}). Minus the rate after another response to the same query, no rise is
-    shown.
-
-    **Fewer sampled turns leave the user's role** (they repeat the conversation or answer it). Those
-    in role aren't follow-ups more often.
+    **Sampling brings out follow-ups in Qwen2.5-Coder-1.5B; in SmolLM2-135M that isn't shown.** Of
+    Qwen's greedy turns {readers[0]}% are follow-ups, of those sampled at T = 0.7 {readers[1]}%,
+    since fewer repeat the conversation or answer it. Shown after another query's conversation, {readers[2]}%
+    and {readers[3]}% of the same turns are. The rise minus this control's is
+    {mean(100 * by_readers(QWEN, BEYOND_WRONG), 0)} points (before rounding; 95% interval: {low} to
+    {high}); minus the rate after another response to the same query, none is shown. In SmolLM2
+    {small[0]}% and {small[1]}% are follow-ups.
 
     **One vector does as much as sampling.** It is learned on other queries and added to the hidden
     state of the header's last token. Greedy follow-ups rise from {steered[0]}% to {steered[1]}%;
     with a vector learned from shuffled labels they stay at {steered[2]}%.
 
-    **What a turn says is read from the response's tokens.** Which of three responses did a sampled
-    turn follow? It tells {all_q} bits of at most 1.58 (log₂ 3). If only the response's keys and
-    values are from its own response, it tells {own_q} ({written} if the turn is newly written), and
-    if only the user header's are, {head_q}."""
+    **What a turn says is read from the response's tokens.** A sampled turn of Qwen's tells {all_q}
+    bits about which of three responses it followed (at most 1.58). With only that response's keys
+    and values put into another context it tells {own_q} ({written} if it is newly written), with
+    only the user header's {head_q}."""
     said = f"""{readers[0]}% of Qwen2.5-Coder-1.5B's greedy user turns are follow-ups, and
     {readers[1]}% of its sampled turns are; in SmolLM2-135M no rise is shown.
 

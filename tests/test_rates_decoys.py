@@ -109,13 +109,12 @@ def test_the_figure_has_rate_and_floor(run):
 def test_sentence_and_control_follow_the_gate(run):
     follow_up = planted(run, 0.95)
     judged = judged_by(run, lambda item: FOLLOW_UP if item in follow_up else NEW)
-    assert (
-        "conversation from a wrong one, of another query (the follow-up rate minus that after wr"
-        in judged.gate.short
-    )
+    words = "Control passed: judge planted calls {} of the {} turns follow-ups, and"
+    gate = judged.gate
+    assert gate.short.startswith(words.format(gate.count(gate.rate), gate.decoys))
     found = result(judged)
     assert "turns react to their own response: they are follow-ups" in found.sentence
-    assert "). Over all temperatures together, it calls " in found.control
+    assert "(one of another query). All temperatures count together. The diff" in found.control
     assert set(found.estimates["gate"]) == {"passed"}
 
 
@@ -142,10 +141,9 @@ def test_perturbed_contexts_do_not_decide():
     few = gate_of(pairs[:3], "j")
     assert (
         few.verdict == "undecided"
-        and "3 of 3 turns are follow-ups by it, and 0 after wrong conversations, of too few queries"
-        in few.short
+        and "calls 3 of the 3 turns follow-ups, and none of them if it sees them after" in few.short
+        and few.short.endswith(", of too few queries to be sure")
     )
-    assert "it calls 3 of the 3 turns follow-ups, and 0 of them if" in few.details[0]
     alone = gate_of(pairs.assign(decoy="sibling"), "j")
     assert alone.verdict == "no decoys" and alone.siblings.decoys == 40
 
@@ -170,7 +168,7 @@ def test_counts_of_the_control_can_be_subtracted():
     pairs = pd.DataFrame({"perturbation": "none", "decoy": "wrong_conversation"}, index=range(n))
     pairs = pairs.assign(source=range(n), shown_source=np.roll(range(n), 1))
     pairs = pairs.assign(own_follow_up=pairs.index < 3, follow_up=pairs.index == 5)
-    said = gate_of(pairs.astype({"own_follow_up": float, "follow_up": float}), "j").details[0]
+    said = gate_of(pairs.astype({"own_follow_up": float, "follow_up": float}), "j").short
     assert "calls 3 of the 216 turns follow-ups, and 1 of them if it sees them after" in said
 
 

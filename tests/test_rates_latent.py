@@ -43,8 +43,8 @@ def test_a_rise_that_is_fewer_turns_out_of_role():
     rise, role, rest = rows["value"]
     assert rise == pytest.approx(role + rest) and role == pytest.approx(0.2, abs=0.04)
     said = verdict(rows)
-    assert said.startswith("It is shown that sampling") and ", at T = 0.7: " in said
-    assert f"Of this, {role:+.2f} [" in said
+    assert said.startswith("It is shown that sampling") and ": from greedy to T = 0.7, " in said
+    assert f"This is {role:+.2f} [" in said
     assert "would have been shown" in said and "another response" not in said
 
 
@@ -57,8 +57,8 @@ def test_fewer_copies_are_said_to_be_staying_in_role():
     )
     assert rows["value"].tolist() == pytest.approx([0.1625, 0.1625, 0.0], abs=0.03)
     said = verdict(rows)
-    assert f"changes by {rise} (p < 0.001). Of this, {role} is" in said
-    assert f"follow-ups: {rest} (with 80% power" in said
+    assert f"changes by {rise} (p < 0.001). This is {role} because more turns are in role" in said
+    assert f"and {rest} (with 80% power" in said
 
 
 def test_turns_that_stay_in_role_more_often_and_follow_up_less_are_said_so():
@@ -75,7 +75,7 @@ def test_a_rise_among_the_turns_in_role():
     said = verdict(rows)
     assert said.startswith("It is shown") and rows["p"][2] < 0.05
     fewer = verdict(estimated(decoys((0.3, 0.3), (0.5, 0.2))))
-    assert fewer.startswith("It is shown that sampling makes follow-ups fewer, at T = 0.7: ")
+    assert fewer.startswith("It is shown that sampling makes follow-ups fewer: from greedy to T = 0.7, ")
     falls = estimated(decoys((0.3, 0.3), (0.5, 0.2)))
     failed = verdict(falls.assign(gate="failed"))  # the judge can't tell what it counts
     assert failed.startswith("It isn't shown that sampling brings out")
@@ -101,7 +101,7 @@ def test_of_several_temperatures_the_best_is_corrected_for_all():
     found = estimated(rows.assign(own_follow_up=rows["own_follow_up"].where(~hot, 0.0)))
     rise = found[found["quantity"] == RISE].set_index("temperature")
     assert np.allclose(rise["p_holm"], holm(rise["p"]))
-    assert ", at T = 0.7, the best of 2 temperatures: " in verdict(found)
+    assert "from greedy to T = 0.7, the best of 2 temperatures, " in verdict(found)
     plain = rise.loc[0.7].to_frame().T.assign(quantity="difference", temperature=0.7)
 
     def concluded(value: float, p: float) -> str:
@@ -121,9 +121,9 @@ def test_a_temperature_within_the_judges_fit_is_told_even_if_another_rises_more(
     rows = decoys((0.3, 0.3), (0.2, 0.4), temperatures=(0.7, 1.0))
     hot = rows["temperature"] == 1
     found = estimated(rows.assign(own_follow_up=rows["own_follow_up"].where(~hot, 1.0)))
-    assert ", at T = 1, the best of 2" in verdict(found)
-    assert ", at T = 0.7: " in verdict(found, fit=0.7)
-    assert ", at T = 1, the best of 2" in verdict(found, fit=0.5)
+    assert "from greedy to T = 1, the best of 2" in verdict(found)
+    assert "from greedy to T = 0.7, the rate" in verdict(found, fit=0.7)
+    assert "from greedy to T = 1, the best of 2" in verdict(found, fit=0.5)
 
 
 def test_the_largest_rise_that_is_shown_counts():
@@ -135,7 +135,7 @@ def test_the_largest_rise_that_is_shown_counts():
     found.loc[found["temperature"] == 1, "value"] = 0.9
     assert rise["p_holm"][0.7] < 0.05 < rise["p_holm"][1.0]
     said = verdict(found)
-    assert said.startswith("It is shown") and ", at T = 0.7" in said
+    assert said.startswith("It is shown") and "to T = 0.7" in said
 
 
 def test_a_rate_that_doesnt_rise_itself_isnt_latent():

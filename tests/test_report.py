@@ -132,9 +132,8 @@ def test_commands_of_missing_results_are_said_and_run(run, report):
         "conversations, too."
     )
     assert re.fullmatch(
-        r"Control failed: shown after a wrong conversation \(one of another query\), \d+ of the 60 "
-        "turns at all temperatures are follow-ups. On the whole run, the built-in judge can't tell "
-        "a turn's own conversation from a wrong one, of another query: don't rely on its rates.",
+        r"Control failed: the built-in judge calls \d+ of the 60 turns follow-ups, and \d+ of them if "
+        r"it sees them after a wrong conversation \(one of another query\): don't rely on its rates.",
         ending[1],
     )
     assert ending[-2:] == [

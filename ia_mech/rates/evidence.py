@@ -88,16 +88,16 @@ def without_response(run: Run, judge: str) -> str:
     if counts.empty:
         return ""
     rows = all_datasets(result.estimates)
-    rows = rows[rows["quantity"] == f"follow-ups, minus {UNCHANGED}"]
-    less = rows[rows["term"] == "remove"].sort_values("temperature").itertuples()
-    each = [
-        f"{yes} of {of} {f'sampled at T = {t:g}' if t else 'greedy ones'}"
-        for t, yes, of in counts.itertuples()
-    ]
+    rows = rows[(rows["quantity"] == f"follow-ups, minus {UNCHANGED}") & (rows["term"] == "remove")]
+    less = {row.temperature: estimate_of(row).text(sign=True) for row in rows.itertuples()}
+    each = []
+    for t, yes, of in counts.itertuples():
+        what = f"sampled at T = {t:g}" if t else "greedy ones"
+        against = "" if each else " against turns written with it"
+        each.append(f"{yes} of {of} {what}" + (f" ({less[t]}{against})" if t in less else ""))
     return (
-        f"of turns written without the response, {' and '.join(each)} are follow-ups to it, by "
-        "topic or by luck (against turns written with it: "
-        f"{' and '.join(estimate_of(row).text(sign=True) for row in less)})"
+        "turns written without the response are follow-ups to it, by topic or by luck: "
+        f"{' and '.join(each)}"
     )
 
 

@@ -76,43 +76,40 @@ class Gate:
                 f"Nothing controls {named(self.judge)}{of_model}: no turn was shown to it after a "
                 "wrong conversation, one of another query (that takes two queries of a dataset)"
             )
+        what = "" if self.verdict != NOT_PASSED else ": don't rely on its rates"
         if self.verdict == UNDECIDED:
-            why = f"which isn't shown to be less than half as many{self.enough}"
             few = self.margin.few or np.isnan(self.margin.value)
-            return (
-                f"{self.decided}: {self.count(self.rate)} of {self.decoys} turns are follow-ups by "
-                f"it, and {self.count(self.floor)} after wrong conversations, "
-                f"{'of too few queries to be sure' if few else why}"
-            )
+            what = ", of too few queries to be sure" if few else self.enough
+        floor, of = self.count(self.floor), f" of {self.model}" if self.model else ""
         return (
-            f"{self.decided} (the follow-up rate minus that after wrong conversations is "
-            f"{self.beyond.text(sign=True)})"
+            f"Control {self.verdict}: {named(self.judge)} calls {self.count(self.rate)} of the "
+            f"{self.decoys} turns{of} follow-ups, and {floor or 'none'} of them if it sees them "
+            f"after {AFTER[WRONG]} (one of another query){what}"
         )
 
     @property
     def enough(self) -> str:
-        """How many queries like these would show with 80% power that the margin is above 0, in
-        words; empty unless it seems to be."""
+        """That these aren't shown to be fewer than half; and how many queries like these would show
+        it with 80% power, if they seem to be."""
         least = smallest_effect(vars(self.margin), GATE_LEVEL)
+        said = ", which isn't shown to be fewer than half as many"
         if not least > self.margin.value > 0:
-            return ""
+            return said
         needed = math.ceil(self.margin.sources * (least / self.margin.value) ** 2)
-        return f"; about {needed} queries like these would show it"
+        return f"{said}; about {needed} queries like these would show it"
 
     @property
     def details(self) -> list[str]:
-        """The numbers behind the verdict, in sentences: of wrong conversations, and of siblings
+        """The rule behind the verdict, in sentences: of wrong conversations, and of siblings
         where there are any."""
         found = []
         if self.decoys:
-            whose = f" of {self.model}" if self.model else ""
-            found += [
-                f"Over all temperatures together, it calls {self.count(self.rate)} of the "
-                f"{self.decoys} turns{whose} follow-ups, and {self.count(self.floor)} of them if "
-                f"it sees them after {AFTER[WRONG]}.",
-                "It can tell them apart if the first rate is shown to be more than twice the "
-                f"second: the first minus twice the second is {self.margin.text(sign=True)}.",
-            ]
+            found.append(
+                "All temperatures count together. The difference of the two rates is "
+                f"{self.beyond.text(sign=True)}. The control is passed if the first is shown to be "
+                "more than twice the second: the first minus twice the second is "
+                f"{self.margin.text(sign=True)}."
+            )
         if (siblings := self.siblings) is not None and siblings.decoys:
             found.append(
                 "Turns were also shown after other responses to their queries, "
@@ -125,21 +122,6 @@ class Gate:
     def count(self, rate: float) -> int:
         """How many decoys a rate is: counts can be subtracted, unlike rounded rates."""
         return round(rate * self.decoys)
-
-    @property
-    def decided(self) -> str:
-        """Whether the judge can be relied on, in words, after wrong conversations."""
-        here = f"On turns of {self.model}" if self.model else "On the whole run"
-        judge = f"{here}, {named(self.judge)}"
-        said = {
-            PASSED: f"{judge} can tell a turn's own conversation from a wrong one, of another "
-            "query",
-            NOT_PASSED: f"{judge} can't tell a turn's own conversation from a wrong one, of "
-            "another query: don't rely on its rates",
-            UNDECIDED: f"{here}, it is undecided whether {named(self.judge)} can tell a turn's own "
-            "conversation from a wrong one, of another query",
-        }
-        return said[self.verdict]
 
 
 def named(judge: str) -> str:

@@ -92,14 +92,15 @@ def verdict(estimates: pd.DataFrame, level: float = 0.95, fit: float = math.inf)
     shown = "isn't" if gate == NOT_PASSED or not change else "is"
     words = FEWER if shown == "is" and change < 0 else MORE
     said = [
-        f"It {shown} shown that {words}, at T = {best:g}{several}: the follow-up rate minus that "
-        f"after a wrong conversation changes by {told(RISE)}."
+        f"It {shown} shown that {words}: from greedy to T = {best:g}{several}, the rate minus that "
+        f"after wrong conversations changes by {told(RISE)}."
     ]
     if REST in found:
+        role, rest = ("more" if found[part]["value"] > 0 else "fewer" for part in (ROLE, REST))
         said.append(
-            f"Of this, {estimate_of(found[ROLE]).text(sign=True)} is due to how many turns are in "
-            "role (they neither repeat the conversation nor speak as the assistant), and the rest "
-            f"to how many of these are follow-ups: {told(REST)}."
+            f"This is {estimate_of(found[ROLE]).text(sign=True)} because {role} turns are in role "
+            "(they neither repeat the conversation nor speak as the assistant), and "
+            f"{told(REST)} because {rest} of these are follow-ups."
         )
     if gate == NOT_PASSED:
         said.append("Most of what this judge calls follow-ups fits wrong conversations, too.")

@@ -8,7 +8,7 @@ from ia_mech.judge.builtin.features import FUNCTION_WORDS, WORD
 from ia_mech.judge.shown import labelled_turns, lines_of, rule
 from ia_mech.rates.evidence import without_response
 from ia_mech.rates.fit import highest, starred, temperature
-from ia_mech.rates.gate import PASSED, gate_of, named
+from ia_mech.rates.gate import gate_of, named
 from ia_mech.rates.latent import conclusion
 from ia_mech.rates.load import EVERY, decoys_of
 from ia_mech.results import read
@@ -86,13 +86,7 @@ def control(run: Run, judge: str) -> Iterator[str]:
     turns = run.labelled(judge, texts=False)
     gate = gate_of(decoys_of(run, judge, turns, run.drawn(turns).to_numpy()), judge)
     if gate.decoys:
-        why = "" if gate.verdict == PASSED else f" {gate.decided}."
-        count = gate.count(gate.floor)
-        are = "are follow-ups" if count > 1 else "is a follow-up"
-        yield (
-            f"Control {gate.verdict}: shown after a wrong conversation (one of another query), "
-            f"{count or 'none'} of the {gate.decoys} turns at all temperatures {are}.{why}"
-        )
+        yield f"{gate.short}."
 
 
 def close_to_query(run: Run, judge: str) -> Iterator[str]:
