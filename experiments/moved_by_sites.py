@@ -1,9 +1,10 @@
 """How far the follow-up mass moves with a donor's query or response.
 
-Recipients, donors and masses are those of :mod:`experiments.moved_mass`. Keys and values of the
-query, of the response or of both are the donor's; a recurrent state is the one at the end of the
-response. Donors are conversations of other queries, or other responses to the recipient's query. What follows, up to the end of the header, is computed anew, so that the logits of the
-first token aren't the donor's. With both the mass is that of the donor's own distribution.
+Recipients, donors and masses are those of :mod:`experiments.moved_mass`; donors may also be other
+responses to the recipient's query. Keys and values of the query, of the response or of both are
+the donor's; a recurrent state is the one at the end of the response. What follows, up to the end of
+the header, is computed anew, so that the logits of the first token aren't the donor's. With both
+the mass is that of the donor's own distribution.
 """
 
 from collections.abc import Iterator

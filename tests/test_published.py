@@ -639,8 +639,8 @@ def found_sentences(short: bool) -> list[str]:
     brief = f"""
     **Sampling brings out follow-ups in Qwen2.5-Coder-1.5B; in SmolLM2-135M that isn't shown.** Of
     Qwen's greedy turns {readers[0]}% are follow-ups, of those sampled at T = 0.7 {readers[1]}%,
-    since fewer repeat the conversation or answer it. Shown after another query's conversation, {readers[2]}%
-    and {readers[3]}% of the same turns are. The rise minus this control's is
+    since fewer repeat the conversation or answer it. Shown after another query's conversation,
+    {readers[2]}% and {readers[3]}% of the same turns are. The rise minus this control's is
     {mean(100 * by_readers(QWEN, BEYOND_WRONG), 0)} points (before rounding; 95% interval: {low} to
     {high}); minus the rate after another response to the same query, none is shown. In SmolLM2
     {small[0]}% and {small[1]}% are follow-ups.

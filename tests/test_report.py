@@ -132,8 +132,9 @@ def test_commands_of_missing_results_are_said_and_run(run, report):
         "conversations, too."
     )
     assert re.fullmatch(
-        r"Control failed: the built-in judge calls \d+ of the 60 turns follow-ups, and \d+ of them if "
-        r"it sees them after a wrong conversation \(one of another query\): don't rely on its rates.",
+        r"Control failed: the built-in judge calls \d+ of the 60 turns follow-ups, and \d+ of them "
+        r"if it sees them after a wrong conversation \(one of another query\): "
+        "don't rely on its rates.",
         ending[1],
     )
     assert ending[-2:] == [

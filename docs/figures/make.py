@@ -95,9 +95,18 @@ def screenshot(page: Path, to: Path) -> None:
     hidden = 'header, main > section:not([aria-labelledby="turns"])'
     with tempfile.TemporaryDirectory() as folder:
         alone = Path(folder) / "turns.html"
-        alone.write_text(html.replace("</style>", f"{hidden} {{ display: none }}</style>", 1))
+        alone.write_text(
+            html.replace(
+                "</style>", f"{hidden} {{ display: none }} #turns {{ outline: none }}</style>", 1
+            )
+        )
         words = ["--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1200,860"]
-        command = ["chromium", *words, f"--screenshot={to}", alone.as_uri()]
+        command = [
+            "chromium",
+            *words,
+            f"--screenshot={to}",
+            f"{alone.as_uri()}#dataset=builtin-open",
+        ]
         subprocess.run(command, check=True, capture_output=True)
 
 

@@ -90,7 +90,7 @@ def without_response(run: Run, judge: str) -> str:
     rows = all_datasets(result.estimates)
     rows = rows[(rows["quantity"] == f"follow-ups, minus {UNCHANGED}") & (rows["term"] == "remove")]
     less = {row.temperature: estimate_of(row).text(sign=True) for row in rows.itertuples()}
-    each = []
+    each = list[str]()
     for t, yes, of in counts.itertuples():
         what = f"sampled at T = {t:g}" if t else "greedy ones"
         against = "" if each else " against turns written with it"
