@@ -1,34 +1,26 @@
 """Does the share of sampled follow-ups travel with a state of the header?
 
-Take the contexts whose greedy turn isn't a follow-up. Some have many sampled turns that are
-follow-ups, some have few: their share is high or low, measured on half of a context's turns. For
-each query, one such context is the recipient. Two contexts of other queries are its donors, one
-with a high share and one with a low one. Both are equally foreign, so that what a foreign state
-damages cancels. While the recipient is prefilled, its residual stream is set to a donor's, after
-one of four layers, at a token that all contexts have (turn end, separator, the header's tokens, the
-last of them). Then turns are sampled. The effect is the share under the high donor minus that under
-the low one. Its ratio to the difference between the donors themselves, in the half of their turns
-that chose nothing, is 1 if the share travels with the state. Controls are two donors of equal
-share; the recipient's own states, which may not change a bit; and the donors' first tokens, which
-are all that travels with the last token's state after the last layer. A cell moves the share if
-that is shown at 5%, Holm-corrected over all places and layers tried.
+For each query the recipient is a context whose greedy turn isn't a follow-up. Its two donors are
+contexts of other queries, one with a high share of follow-ups among its sampled turns and one with
+a low share. While the recipient is prefilled, its residual stream is set to a donor's, after one of
+four layers, at a token that all contexts have (turn end, separator, the header's tokens, the last
+of them). Then turns are sampled. Both donors are equally foreign: what a foreign state damages
+cancels in the difference of the two shares. As a share of the difference between the donors
+themselves it is 1 if the share travels with the state.
 
-Needs: a judged run with many sampled turns per context (16 or more), and states at all positions.
+Controls: two donors of equal share; the recipient's own states, which may not change a bit; and the
+donors' first tokens, which are all that the last token's state after the last layer brings.
+
+With --outcome bits states of siblings are put in, and it is measured how many bits turns tell about
+the sibling, as in ia-mech locate. With --outcome mass nothing is drawn: the follow-up mass of
+ia-mech mass moves, with the state of the header's last token after every layer. A state holds all
+that was computed below it; with --component attn or mlp only what one layer adds to it is the
+donor's, of states that ia-mech capture keeps.
+
+Needs: a judged run with 16 or more sampled turns per context, and states at all positions.
 Cost: 68 contexts per query, each prefilled and sampled anew (60 queries of the embedded model: some
-hours on a CPU).
-
-With --outcome bits, states of siblings are put in, and it is measured how many bits turns tell
-about the sibling whose state it is, as in ia-mech locate.
-
-With --outcome mass nothing is drawn: it is the follow-up mass that may travel. It takes ia-mech
-mass before, and any number of samples. The first tokens that count are the recipient's own, as they
-were judged after it. The state of the header's last token is put in after every layer. After the
-last one it brings the donor's own distribution, by construction; a confidence set says from which
-layer on more than half of that is moved. Cost: a prefill and a few single tokens a query.
-
-A state holds all that was computed below it. With --component attn or mlp only what one layer's
-attention or MLP adds to the last token's state is the donor's, and what comes after is computed
-anew: in each layer alone, then in all of --layers together. It takes ia-mech capture before.
+hours on a CPU); with --outcome mass a prefill and a few single tokens a query.
+Docs: docs/experiments.md.
 
     ia-mech interchange cache/RUN
     ia-mech interchange cache/RUN --category repeats_response --dry-run

@@ -1,43 +1,30 @@
-"""Where does what a turn tells about its response come from: the header, or the response itself?
+"""Which part of a conversation does a turn depend on: the query, the response, or the user header?
 
-The method is activation patching of keys and values. What a site is enough for is its sufficiency;
-what is lost without it is its necessity.
+The method is activation patching of keys and values. Of a query's four responses one is the
+recipient, the other three are candidates. The keys and values of one part (a site) come from a
+candidate, the rest of the context from the recipient, and a turn that followed a candidate is
+scored after these hybrids with each of the three. How well the scores tell which one it followed is
+what the site carries, in bits (at most log₂ 3): what it is enough for. What is lost without it
+stands beside that. After the candidates' own contexts the same turn tells all that it expresses.
+The control is the query as a site: its tokens are the same in all contexts. Recurrent layers have
+a state in place of keys and values: one more site.
 
-While a model writes a turn it attends to keys and values. Each part of the context is a site: the
-query, the response, and the tokens after it, which end with the user header. Recurrent layers have
-a state instead, which holds all tokens before it. It is one more site, measured in all combinations
-with response and header. The experiment takes the keys and values of one site from one context and
-puts them into another. Of a query's four responses one is the recipient, the other three are
-candidates. A turn that followed a candidate is scored twice:
+Maps look closer, with one recipient per query:
 
-- after each candidate's own context: these are the bits that the turn expresses;
-- after three hybrids, each the recipient's context with one site of a candidate: these are the bits
-  that the site carries. The turn followed none of the hybrids, which differ in the candidate alone.
-  Whatever the exchange damages, it damages in all three. The control is the query as a site: its
-  tokens are the same in all contexts.
+- windows: the response's layers, an eighth of them alone, or without these;
+- bands: the response's tokens, by their distance from its end;
+- blocks: the response, computed anew while each token sees only its block;
+- states: header tokens, by layer;
+- written: turns that the model writes after hybrids.
 
-Maps look closer, with one recipient per query. They are windows of the response's layers, put in
-alone and left out alone; bands of its tokens, by their distance from its end; the response computed
-anew with attention within blocks, which separates single words from what several words compose;
-states of header tokens by layer; and turns that the model writes after hybrids. Before anything is
-scored, a hybrid that takes everything from another context has to equal that context; where it
-doesn't, the command names the layers and refuses.
-
-Turns needn't read what a site is enough for: what is lost without it stands beside it. A site is
-said to move likelihoods little if its interval lies below a tenth of what is expressed. Windows
-that can't be told from the one that carries most are named together (a confidence set).
+With --outcome follow-up turns are sampled after a recipient with one site of another query's
+context, with many or with few follow-ups; they are kept, and judged. With --outcome mass nothing is
+drawn: the follow-up mass of ia-mech mass moves. Donors are other queries' contexts, or with
+--donors siblings other responses to the same query, of the highest and of the lowest mass.
 
 Needs: a run with four or more responses per query (sample with --response generate --responses 4).
 Cost: about 30,000 tokens a query with all four recipients and the usual maps; --dry-run counts.
-Models with recurrent layers take twice as many.
-
-With --outcome follow-up, turns are sampled after a recipient with one site of another query's
-context: of one with many follow-ups, and of one with few, as in ia-mech interchange. They are kept,
-and judged.
-
-With --outcome mass nothing is drawn. Query, response, or both are another query's, what follows is
-computed anew, and the follow-up mass is that of ia-mech mass, which it takes before. With both it
-is the donor's own, by construction. Cost: five prefills a query.
+Docs: docs/locate.md.
 
     ia-mech locate cache/RUN
     ia-mech locate cache/RUN --queries 20 --maps             # whole sites alone
