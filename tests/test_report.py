@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from matplotlib.figure import Figure
 from runs import rehashed, rewritten, with_settings
 from shell import call, refusal
 
+from ia_mech.cli import program
 from ia_mech.errors import UserError
 from ia_mech.judge.__main__ import main as judge_main
 from ia_mech.judge.decoys import DECOY_KINDS
@@ -31,7 +33,7 @@ from ia_mech.rates.__main__ import main as rates_main
 from ia_mech.report import turns as browsers
 from ia_mech.report.__main__ import main, render_report
 from ia_mech.report.contents import missing
-from ia_mech.report.ending import close_to_query
+from ia_mech.report.ending import ERRS, close_to_query
 from ia_mech.results import RESULT, Result, Table, folder_of, read, sentences_of, write
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
@@ -98,6 +100,12 @@ def another(run: Run, folder: Path) -> Run:
     return rewritten(shutil.copytree(run.path, folder), "run.json", with_settings(seed=7))
 
 
+def test_the_errors_of_the_judge_are_those_of_its_card():
+    card = " ".join(files("ia_mech.judge.builtin").joinpath("CARD.md").read_text("utf-8").split())
+    assert re.findall(r"0\.\d+", ERRS) == ["0.43", "0.36", "0.49", "0.41"]
+    assert "(Qwen 0.43 where they call 0.49, SmolLM2 0.36 where they call 0.41)" in card
+
+
 # -- what it says -----------------------------------------------------------------------------
 
 
@@ -137,6 +145,8 @@ def test_commands_of_missing_results_are_said_and_run(run, report):
         "don't rely on its rates.",
         ending[1],
     )
+    errs = ERRS.format(f"{program('ia-mech')} annotate export {run.path}")
+    assert errs in ending and "annotate export" not in outcome.out.replace(errs, "")
     assert ending[-2:] == [
         f"page: {run.path / 'report.html'}",
         f"open it in a browser: {(run.path / 'report.html').as_uri()}",

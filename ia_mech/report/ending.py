@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from ia_mech.cli import program, shell_word
 from ia_mech.estimates import all_datasets
 from ia_mech.judge.builtin.features import FUNCTION_WORDS, WORD
 from ia_mech.judge.shown import labelled_turns, lines_of, rule
@@ -13,9 +14,16 @@ from ia_mech.rates.latent import conclusion
 from ia_mech.rates.load import EVERY, decoys_of
 from ia_mech.results import read
 from ia_mech.run import Run
+from ia_mech.run.labels import BUILT_IN
 from ia_mech.run.layout import UNPERTURBED
 
 TURNS = 3
+# By ia_mech/judge/builtin/CARD.md, of the judge fitted without the model's study.
+ERRS = (
+    "The built-in judge errs. Of turns of models that it wasn't fitted on it called 0.43 (Qwen2.5-"
+    "Coder-1.5B) and 0.36 (SmolLM2-135M) follow-ups, where a language model called 0.49 and 0.41. "
+    "Labels of your own correct the rates: {}."
+)
 LISTED = 3  # most temperatures that are named one by one
 
 
@@ -41,6 +49,8 @@ def turns_shown(run: Run, judge: str) -> Iterator[str]:
     if counts := without_response(run, judge):
         yield f"{counts[0].upper()}{counts[1:]}."
     yield from close_to_query(run, judge)
+    if judge == BUILT_IN and not run.labels.annotators:
+        yield ERRS.format(f"{program('ia-mech')} annotate export {shell_word(run.path)}")
     yield ""
     turns = labelled_turns(run, judge, TURNS)
     yield f"Turns with their labels ({rule(turns)}):"
