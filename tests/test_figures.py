@@ -135,13 +135,10 @@ def test_figures_of_a_judges_rate_show_its_floor_and_excess(gate):
     (axes,) = figure.axes
     drawn = [line for line in axes.lines if line.get_label() == "after a wrong conversation"]
     if gate is WITHOUT:
-        assert drawn == [] and axes.get_title() == "m\njudge planted, shown no wrong conversation"
+        assert drawn == [] and axes.get_title() == "m\nby judge planted; control: no decoys"
         return
     assert drawn[0].get_xdata().tolist() == [0, 1] and drawn[0].get_ydata().tolist() == [0.1, FLOOR]
-    assert " ".join(axes.get_title().split()) == (
-        "m judge planted, own conversations told from wrong ones: undecided, by +0.09 "
-        "[-0.02, +0.20]"
-    )
+    assert axes.get_title() == "m\nby judge planted; control: undecided"
 
 
 def test_a_bar_is_a_line_now_and_then_where_none_can_be_redrawn(capsys, monkeypatch):

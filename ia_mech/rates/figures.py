@@ -15,6 +15,7 @@ from ia_mech.judge.rubric import heading
 from ia_mech.rates.fit import FOOTNOTE
 from ia_mech.rates.fit import temperature as named
 from ia_mech.rates.gate import Gate
+from ia_mech.rates.gate import named as judge_named
 from ia_mech.stats import LEAST_SHOWN
 
 LINES = {  # quantities of the left panel: label, colour
@@ -24,12 +25,8 @@ LINES = {  # quantities of the left panel: label, colour
 
 
 def gate_title(name: str, gate: Gate) -> str:
-    """The title of a figure that shows a judge's rate: of what, the gate's word, the difference."""
-    told = "shown no wrong conversation"
-    if gate.decoys:
-        apart = gate.beyond.text(sign=True)
-        told = f"own conversations told from wrong ones: {gate.verdict}, by {apart}"
-    return f"{name}\njudge {gate.judge}, {told}"
+    """The title of a figure that shows a judge's rate: of what, by which judge, its control."""
+    return f"{name}\nby {judge_named(gate.judge)}; control: {gate.verdict}"
 
 
 @with_style

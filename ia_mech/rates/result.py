@@ -299,6 +299,7 @@ def _gate_table(gates: list[Gate]) -> Table:
         "Control: passed if the difference is shown to be larger than the rate there, failed if it "
         "is shown to be smaller, else undecided. After a sibling, another response to the same "
         "query, the difference is compared with 0.",
+        full=True,
     )
 
 
