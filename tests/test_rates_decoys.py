@@ -114,7 +114,7 @@ def test_sentence_and_control_follow_the_gate(run):
     assert gate.short.startswith(words.format(gate.count(gate.rate), gate.decoys))
     found = result(judged)
     assert "turns react to their own response: they are follow-ups" in found.sentence
-    assert "(one of another query). All temperatures count together. The diff" in found.control
+    assert "(one of another query). Over all temperatures together, the diff" in found.control
     assert set(found.estimates["gate"]) == {"passed"}
 
 

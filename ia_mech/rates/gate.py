@@ -105,7 +105,7 @@ class Gate:
         found = []
         if self.decoys:
             found.append(
-                "All temperatures count together. The difference of the two rates is "
+                "Over all temperatures together, the difference of the two rates is "
                 f"{self.beyond.text(sign=True)}. The control is passed if the first is shown to be "
                 "more than twice the second: the first minus twice the second is "
                 f"{self.margin.text(sign=True)}."
