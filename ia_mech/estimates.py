@@ -343,8 +343,8 @@ def few_sources(estimates: pd.DataFrame) -> list[str]:
     too_few = least[2.0 ** (1 - least) >= LEAST_P]
     for count, of in too_few.groupby(too_few):
         note += (
-            f" With {count} quer{'y' if count == 1 else 'ies'} ({', '.join(of.index)}) a test of "
-            "signs gives no p below "
-            f"{2.0 ** (1 - count):.2g}, however large the effect."
+            f" Some tests have {count} quer{'y' if count == 1 else 'ies'} ({', '.join(of.index)}): "
+            f"by flipping signs they give no p below {2.0 ** (1 - count):.2g}, however large the "
+            "effect."
         )
     return [note]

@@ -465,6 +465,7 @@ WRITTEN = {  # a file of these rows, or a folder of files
     "rows.csv": FRAME.to_csv(index=False).replace('\n"q5', '\n,,\n\n"q5').encode(),
     "rows.csv.gz": gzip.compress(FRAME.to_csv(index=False, sep=";").encode("utf-8-sig")),
     "rows.tsv": FRAME.to_csv(sep="\t").encode(),
+    "excel.csv": FRAME.to_csv(index=False, sep="\t").encode("utf-16"),
     "jsonl": {f"{i}.jsonl": LINES.splitlines(True)[4 * i : 4 * i + 4] for i in range(3)},
     "parquet": {f"train-{i}-of-3.parquet": FRAME[4 * i : 4 * i + 4].to_parquet() for i in range(3)},
 }

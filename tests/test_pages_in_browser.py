@@ -146,7 +146,7 @@ def test_the_address_holds_what_is_chosen(judged, opened):
     page = opened(content)
     option(page, "category", "follow-up")
     option(page, "sort conversations by", "random")
-    page.get_by_label("20 at random: draw no.").fill("2")
+    page.get_by_label("20 at random: seed").fill("2")
     place, found = page.evaluate("location.hash"), counted(page)
     shown = page.locator(".context").all_text_contents()
     again = opened(content, place)
@@ -279,7 +279,7 @@ def test_decoys_are_folded_and_can_be_chosen(run, opened):
     row = page.locator(".context").first
     assert counted(page) == (12, 60) and row.locator(".turn").count() == 5
     beneath = int((decoys["shown"] == row.get_attribute("aria-label")).sum())
-    row.get_by_text(f"{beneath} turns from elsewhere, shown to judges here: for them").click()
+    row.get_by_text(f"{beneath} turns of other conversations").click()
     playwright.expect(row.locator(".turn")).to_have_count(5 + beneath)
     option(page, "shown after", "a wrong conversation")
     assert counted(page)[1] == (decoys["decoy"] == "wrong_conversation").sum() > 0

@@ -640,19 +640,19 @@ def found_sentences(short: bool) -> list[str]:
     **Sampling brings out follow-ups in Qwen2.5-Coder-1.5B; in SmolLM2-135M that isn't shown.** Of
     Qwen's greedy turns {readers[0]}% are follow-ups, of those sampled at T = 0.7 {readers[1]}%,
     since fewer repeat the conversation or answer it. Shown after another query's conversation,
-    {readers[2]}% and {readers[3]}% of the same turns are. The rise minus this control's is
-    {mean(100 * by_readers(QWEN, BEYOND_WRONG), 0)} points (before rounding; 95% interval: {low} to
-    {high}); minus the rate after another response to the same query, none is shown. In SmolLM2
-    {small[0]}% and {small[1]}% are follow-ups.
+    {readers[2]}% and {readers[3]}% of the same turns are. Beyond this control the rise is
+    {mean(100 * by_readers(QWEN, BEYOND_WRONG), 0)} points (unrounded; 95% interval: {low} to
+    {high}). Beyond other responses to the same query no rise is shown. In SmolLM2 {small[0]}% and {small[1]}% are follow-ups.
 
-    **One vector does as much as sampling.** It is learned on other queries and added to the hidden
-    state of the header's last token. Greedy follow-ups rise from {steered[0]}% to {steered[1]}%;
-    with a vector learned from shuffled labels they stay at {steered[2]}%.
+    **One vector does as much as sampling.** Added to the hidden state of the header's last token
+    after layer 14, a vector that was learned on other queries raises greedy follow-ups from
+    {steered[0]}% to {steered[1]}%. A vector learned from shuffled labels leaves them at
+    {steered[2]}%.
 
     **What a turn says is read from the response's tokens.** A sampled turn of Qwen's tells {all_q}
-    bits about which of three responses it followed (at most 1.58). With only that response's keys
-    and values put into another context it tells {own_q} ({written} if it is newly written), with
-    only the user header's {head_q}."""
+    of 1.58 bits about which of three responses it followed. Patching only that response's keys and
+    values keeps {own_q} bits ({written} where new turns are written), patching only the user
+    header's {head_q}."""
     said = f"""{readers[0]}% of Qwen2.5-Coder-1.5B's greedy user turns are follow-ups, and
     {readers[1]}% of its sampled turns are; in SmolLM2-135M no rise is shown.
 
@@ -683,7 +683,7 @@ def sentences() -> dict[str, list[str]]:
     )
     sampled = [by_three(m, BEYOND_SIBLINGS, change) for m in SETS]
     both = f"""Judge and annotators agree with κ {agreement(SETS)} on turns after their own
-    responses (Qwen {each[0]}, maths {each[1]}, SmolLM2 {each[2]}), two annotators with
+    responses (Qwen {each[0]}, maths {each[1]}, SmolLM2 {each[2]}), two readings of one turn with
     {two_readers()}.
 
     **Where they differ.** On the turns with an annotator's label, the judge's rise in Qwen is
@@ -727,7 +727,7 @@ def sentences() -> dict[str, list[str]]:
         for m in (SMOL_NEW, NEW)
     )
     (response,) = by_site(NEW)["response"][:1]
-    first = f"""Two annotators, one language model twice, labelled {len(twice)}
+    first = f"""One language model, as two annotators, labelled {len(twice)}
     turns; numbers are means of both. They agree with κ {agreed[0]}, the judge with the first of
     them with κ {agreed[1]}.
 
@@ -740,7 +740,7 @@ def sentences() -> dict[str, list[str]]:
     2. So with one drawn token: **yes** ({change(at(1) - at(0))}).
 
     3. One drawn token keeps more turns in role, by more than a third of what all bring: **not
-    shown** (more in role: {change(at(1, "in_role") - at(0, "in_role"))}; beyond a third:
+    shown** (more in role: {change(at(1, "in_role") - at(0, "in_role"))}; minus a third of what all bring:
     {change(third())}).
 
     4. Among turns in role follow-ups don't become more frequent by 10 points: **not shown**
@@ -779,7 +779,7 @@ def sentences() -> dict[str, list[str]]:
     rather than of low mass: **yes** ({around(response, 3, sign=True)}).
 
     Follow-ups rise by {over_control[0]} over the control after built-in queries,
-    {over_control[1]} after IFBench's and {over_control[2]} after MT-bench's. Two annotators agree
+    {over_control[1]} after IFBench's and {over_control[2]} after MT-bench's. Two readings agree
     with κ {both_say}.
 
     Of turns with two, five and eight drawn tokens, {later[0]}, {later[1]} and {later[2]} of 100 are
@@ -799,7 +799,7 @@ def sentences() -> dict[str, list[str]]:
     The follow-up mass: each of the likeliest first tokens (90% of the probability) is gone on from
     greedily, and the turn is judged. It is {amount(held["mass"])}; the first tokens {openings()}.
     Corrected by labels of {len(noted)} of these turns, drawn so that unlikely tokens are among them
-    (two annotators, κ {kappa(*(follows[one] for one in ("annotated", "second_reading"))):.2f}), it
+    (two readings, κ {kappa(*(follows[one] for one in ("annotated", "second_reading"))):.2f}), it
     is {of_corrected(mended)}. Greedy turns have {mean(held["greedy"])} by the judge: corrected, the
     first token's share of the rise can't be told.
 

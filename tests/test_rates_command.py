@@ -220,7 +220,7 @@ def test_every_rate_is_printed_with_its_interval_and_written(run, rates, tmp_pat
 def test_responses_of_one_kind(copy, rates, tmp_path):
     unfinished = itertools.cycle([True] * 5 + [False] * 5)  # every second context
     run = plant(rewrite(copy(), response_unfinished=lambda _: next(unfinished)))
-    outcome = rates(run.path, "--responses", "unfinished", "--out", tmp_path / "elsewhere")
+    outcome = rates(run.path, "--after", "unfinished", "--out", tmp_path / "elsewhere")
     assert outcome.status == 0, outcome.err
     assert "30 of 60 user turns" in outcome.out
     found = read(tmp_path / "elsewhere").estimates

@@ -44,7 +44,7 @@ def test_a_rise_that_is_fewer_turns_out_of_role():
     assert rise == pytest.approx(role + rest) and role == pytest.approx(0.2, abs=0.04)
     said = verdict(rows)
     assert said.startswith("It is shown that sampling") and ": from greedy to T = 0.7, " in said
-    assert f"This is {role:+.2f} [" in said
+    assert f"Of this change, {role:+.2f} [" in said
     assert "would have been shown" in said and "another response" not in said
 
 
@@ -57,7 +57,10 @@ def test_fewer_copies_are_said_to_be_staying_in_role():
     )
     assert rows["value"].tolist() == pytest.approx([0.1625, 0.1625, 0.0], abs=0.03)
     said = verdict(rows)
-    assert f"changes by {rise} (p < 0.001). This is {role} because more turns are in role" in said
+    assert (
+        f"changes by {rise} (p < 0.001). Of this change, {role} comes from more turns in role"
+        in said
+    )
     assert f"and {rest} (with 80% power" in said
 
 
@@ -107,13 +110,13 @@ def test_of_several_temperatures_the_best_is_corrected_for_all():
     def concluded(value: float, p: float) -> str:
         both = (one.assign(value=value, p_holm=p) for one in (found, plain))
         said = conclusion(pd.concat(both, ignore_index=True))
-        assert said.startswith("From greedy to T = 0.7 the rate, minus the control")
-        assert f"changes by {value:+.2f} [" in said
-        return said
+        assert f", changes by {value:+.2f} [" in said
+        return said.partition(": ")[0]
 
-    assert "]: sampling brings out follow-ups that greedy decoding hides." in concluded(0.3, 0.01)
-    assert concluded(0.3, 0.5).endswith(": it isn't shown that sampling brings out more.")
-    assert concluded(-0.3, 0.01).endswith(": sampling makes follow-ups fewer.")
+    sampling = "Sampling at T = 0.7"
+    assert concluded(0.3, 0.01) == f"{sampling} brings out follow-ups that greedy decoding hides"
+    assert concluded(0.3, 0.5) == f"{sampling} isn't shown to bring out more"
+    assert concluded(-0.3, 0.01) == f"{sampling} makes follow-ups fewer"
     assert conclusion(found.assign(gate="failed")).startswith("Most of what this judge calls")
 
 

@@ -8,8 +8,10 @@ from scipy.stats import t
 
 from ia_mech.stats import (
     cluster_mean,
+    decomposed_difference,
     dyadic_difference,
     dyadic_mean,
+    dyadic_rate,
     dyadic_test,
     zero_events_bound,
 )
@@ -127,3 +129,19 @@ def test_too_few_sources_have_no_interval(sources):
     first = np.arange(sources)
     found = dyadic_mean(first / 9, first, np.roll(first, 1))
     assert np.isnan(found.low) and found.method == "too few queries"
+
+
+def test_one_event_bounds_a_rate_no_more_tightly_than_none():
+    ring = np.repeat(np.arange(8), 6), np.repeat(np.roll(np.arange(8), 1), 6)
+    none, one = np.zeros(48), np.eye(1, 48)[0]
+    bound, found = dyadic_rate(none, *ring), dyadic_rate(one, *ring)
+    assert dyadic_mean(one, *ring, ends=(0, 1)).high < bound.high < found.high
+    assert found.low <= found.value == 1 / 48
+
+
+def test_no_p_is_below_that_of_flipped_signs():
+    values, sources = 0.5 + 0.001 * np.arange(8), np.arange(8)
+    assert dyadic_test(values, sources, sources).p == 2.0**-7
+    twice = np.repeat(values, 2) * np.tile([0, 1], 8)
+    found = decomposed_difference(twice, np.zeros(16), np.tile([0, 1], 8), np.repeat(sources, 2))
+    assert found.p == found.p_rest == 2.0**-7

@@ -173,6 +173,9 @@ def _planned(settings: Settings, out: Path, progress: Progress, ray: str | None)
             wanted["batch_rows"] = there["identity"]["settings"]["batch_rows"]
         known = {"identity": without_folders({"settings": wanted})}
         refuse_another(out, there, known, flag_of, settings.local_model)
+        done, parts = len(Run(out).parts("contexts")), there["parts"]["contexts"]
+        if done < parts:
+            progress.say(f"going on with {out}: {done} of {parts} parts are there")
     source = settings.conversations()
     if not (settings.dataset.startswith("builtin") or cli.expanded(settings.dataset).exists()):
         progress.say(f"reading {one_line(settings.dataset)} …")  # over the network

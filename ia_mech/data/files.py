@@ -4,6 +4,7 @@ A file is JSON Lines, JSON, Parquet, CSV or TSV, perhaps packed; a folder holds 
 What a row means is for ``formats``.
 """
 
+import codecs
 import csv
 import hashlib
 import io
@@ -199,8 +200,7 @@ def _rows_in(value: Any, path: Path) -> list:
 def _csv_rows(path: Path) -> Iterator[tuple[str, dict]]:
     """The rows of a table, whose cells are all texts."""
     csv.field_size_limit(1 << 30)
-    texts = (line.decode("utf-8-sig" if n == 0 else "utf-8") for n, line in enumerate(_lines(path)))
-    last = 0
+    texts, last, split = _texts(path), 0, ","
     try:
         first = next(texts, "")
         split = "\t" if kind(path) == ".tsv" else max(",;\t", key=first.count)
@@ -220,6 +220,17 @@ def _csv_rows(path: Path) -> Iterator[tuple[str, dict]]:
             f"(after row {last}: {error})",
             "write it as JSON Lines: DataFrame.to_json(…, orient='records', lines=True)",
         ) from None
+
+
+def _texts(path: Path) -> Iterator[str]:
+    """The lines of a text in UTF-8, or in UTF-16 with its mark, as spreadsheets write it."""
+    lines = _lines(path)
+    first = next(lines, b"")
+    if first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        yield from io.StringIO(b"".join([first, *lines]).decode("utf-16"), newline="")
+        return
+    yield first.decode("utf-8-sig")
+    yield from (line.decode("utf-8") for line in lines)
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, dict]]:

@@ -656,15 +656,18 @@ def _shape(cells: Row) -> str:
         raise UserError(f"{cells.place}: nothing is in {' and '.join(map(repr, empty))}", CORRECT)
     response = cells.like(cells.known, _NAMES["response"], _LIKE_RESPONSE)
     messages = next((n for n, v in cells.known.items() if has_roles(as_list(v))), None)
+    slips = dict[str, str]()
     for name, value in cells.known.items():
-        kind = _NAMES["query"] if isinstance(value, str) else _NAMES["messages"]
-        close = get_close_matches(name, kind, 1, MISTYPED)
-        if close and not name.startswith(close[0]):  # conversation_a is no slip
-            raise UserError(
-                f"{cells.place}: columns not recognised (found: {cells.found}, did you mean "
-                f"{close[0]!r} by {name!r}?)",
-                "correct the name, or name the columns: --query-column, --messages-column",
-            )
+        for kind in ("query", "response") if isinstance(value, str) else ("messages",):
+            for close in get_close_matches(name, _NAMES[kind], 1, MISTYPED):
+                if not name.startswith(close):  # conversation_a is no slip
+                    slips |= {name: close}
+    if not {*slips.values()} <= {*_NAMES["response"]}:
+        meant = ", ".join(f"{close!r} by {name!r}" for name, close in slips.items())
+        raise UserError(
+            f"{cells.place}: columns not recognised (found: {cells.found}, did you mean {meant}?)",
+            "correct the name, or name the columns: --query-column, --messages-column",
+        )
     if (query is None) != (response is None):  # the other is the one other column with sentences
         texts = [k for k, v in cells.known.items() if isinstance(v, str) and len(v.split()) > 1]
         others = [k for k in texts if k not in (query, response, *_USUAL)]

@@ -292,7 +292,7 @@ def label_run(
         _check_same_judge(run, judge, name, unperturbed)
         if there := _standing(run, judge, name, settings):
             progress.say(
-                f"{there} labels by {name} were there already (those of controls included): "
+                f"{there} labels by {name} were there already (with those after wrong conversations): "
                 "nothing is judged again"
             )
             return run.labels.path / "judgements" / f"{name}.parquet"

@@ -27,7 +27,7 @@ from ia_mech.results import Result, about_runs, folder_of, show, write
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 from ia_mech.run.layout import refuse_unwritable
-from ia_mech.stats import cluster_mean, dyadic_mean
+from ia_mech.stats import cluster_mean, dyadic_rate
 
 _OF = dict.fromkeys(("truth", "prediction", "term", "decoy"), "str")  # what estimates are of
 
@@ -122,7 +122,7 @@ def follow_up_shares(labeller: Labeller) -> Iterator[TidyEstimate]:
         own = labeller.turns["follow_up"].to_numpy()[decoys["row"]]
         decoys = decoys[~np.isnan(own)]
     for kind, alike in decoys.groupby("decoy", observed=True):
-        floor = dyadic_mean(alike["follow_up"], alike["shown_source"], alike["source"], ends=(0, 1))
+        floor = dyadic_rate(alike["follow_up"], alike["shown_source"], alike["source"])
         yield TidyEstimate("floor", names | {"decoy": kind}, len(alike), floor)
 
 

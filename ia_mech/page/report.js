@@ -122,7 +122,7 @@ unpacked().then((data) => {
   });
 
   // Turns can be drawn at random. Contexts can be sorted by the largest value of their turns that pass.
-  const draws = control(`${DRAWN} at random: draw no.`, el("input", { type: "number", min: "1", step: "1" }));
+  const draws = control(`${DRAWN} at random: seed`, el("input", { type: "number", min: "1", step: "1" }));
   const orders = { "as sampled": null, random: (i) => noise(turns.context[i], 0), "the likeliest turn": (i) => turns.logprob[i] };
   if (bits) orders["most bits"] = (i) => bits[i];
   for (const judge of judges) {
@@ -243,8 +243,8 @@ unpacked().then((data) => {
         ...said("likeliest first tokens of a turn, at T = 1", openings(c).join("\n")),
         ...said("system prompt and rendered header", contexts.before[c] && `${contexts.before[c]}…${contexts.after[c]}`)),
       el("div", {}, columns(shown), ...folded("other turns", others),
-        ...folded("turns from elsewhere, shown to judges here: for them this is a wrong conversation"
-          + (decoys.some((i) => turns.decoy[i] === 2) ? ", or has a sibling of their response" : ""), decoys)));
+        ...folded(`turns of other conversations${decoys.some((i) => turns.decoy[i] === 2) ? " or after siblings" : ""}`
+          + ", shown to judges here as a control", decoys)));
   }
 
   // Make texts that scroll reachable by keyboard.

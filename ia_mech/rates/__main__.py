@@ -57,7 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--annotator", metavar="NAME", help="whose labels correct rates (default: the only one)"
     )
     counted.add_argument(
-        "--responses",
+        "--after",
         choices=["all", "complete", "unfinished"],
         default="all",
         metavar="KIND",
@@ -114,7 +114,7 @@ def _rates(args: argparse.Namespace) -> None:
 
     solved = args.by == CORRECT
     field = None if solved else args.by
-    last = args.responses, field, args.drawn_tokens
+    last = args.after, field, args.drawn_tokens
     judged = read_runs(args.runs, args.judge, args.annotator, *last)
     print(f"estimating rates of {len(judged.turns):,} turns …", file=sys.stderr, flush=True)
     from ia_mech.display import console

@@ -19,7 +19,7 @@ from ia_mech.stats import (
     Estimate,
     cluster_mean,
     dyadic_difference,
-    dyadic_mean,
+    dyadic_rate,
     paired_difference,
     prediction_powered,
     variance_components,
@@ -119,7 +119,7 @@ def floors(
         # The turns of decoys are turns: their rate has the interval of any other rate.
         rate = cluster_mean(own, both["source"], proportion=True, level=level)
         pair = both["source"], both["shown_source"]
-        floor = dyadic_mean(other, *pair, ends=(0, 1), level=level)
+        floor = dyadic_rate(other, *pair, level=level)
         beyond = dyadic_difference(own, other, *pair, level=level)
         for quantity, estimate, events in (
             ("rate_after_own", rate, int(own.sum())),

@@ -227,7 +227,7 @@ def _notes(responses: pd.DataFrame) -> list[str]:
     if unfinished := int(responses["unfinished"].sum()):
         notes.append(
             f"{unfinished} of {len(responses)} responses are unfinished, which may be why they are "
-            "wrong, or right, and is another stimulus: --responses complete leaves them out."
+            "wrong, or right, and is another stimulus: --after complete leaves them out."
         )
     return notes
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ia_mech.errors import UserError
-from ia_mech.estimates import all_datasets, estimate_of
+from ia_mech.estimates import all_datasets, estimate_of, p_value
 from ia_mech.models.embedded import cache_dir
 from ia_mech.results import folder_of, folders_of, read
 from ia_mech.run import Run
@@ -89,15 +89,18 @@ def without_response(run: Run, judge: str) -> str:
         return ""
     rows = all_datasets(result.estimates)
     rows = rows[(rows["quantity"] == f"follow-ups, minus {UNCHANGED}") & (rows["term"] == "remove")]
-    less = {row.temperature: estimate_of(row).text(sign=True) for row in rows.itertuples()}
+    less = {
+        row.temperature: f"{estimate_of(row).text(sign=True)} {p_value(row.p_holm)}"
+        for row in rows.itertuples()
+    }
     each = list[str]()
     for t, yes, of in counts.itertuples():
         what = f"sampled at T = {t:g}" if t else "greedy ones"
         against = "" if each else " against turns written with it"
         each.append(f"{yes} of {of} {what}" + (f" ({less[t]}{against})" if t in less else ""))
     return (
-        "turns written without the response are follow-ups to it, by topic or by luck: "
-        f"{' and '.join(each)}"
+        f"of turns written without the response, {' and '.join(each)} still fit it, by topic or by "
+        "luck"
     )
 
 

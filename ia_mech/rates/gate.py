@@ -83,8 +83,8 @@ class Gate:
         floor, of = self.count(self.floor), f" of {self.model}" if self.model else ""
         return (
             f"Control {self.verdict}: {named(self.judge)} calls {self.count(self.rate)} of the "
-            f"{self.decoys} turns{of} follow-ups, and {floor or 'none'} of them if it sees them "
-            f"after {AFTER[WRONG]} (one of another query){what}"
+            f"{self.decoys} turns{of} follow-ups, and {floor or 'none'} of the same turns if they "
+            f"are shown after {AFTER[WRONG]} (one of another query){what}"
         )
 
     @property
@@ -96,7 +96,7 @@ class Gate:
         if not least > self.margin.value > 0:
             return said
         needed = math.ceil(self.margin.sources * (least / self.margin.value) ** 2)
-        return f"{said}; about {needed} queries like these would show it"
+        return f"{said} (about {needed} such queries would do)"
 
     @property
     def details(self) -> list[str]:

@@ -98,9 +98,9 @@ def verdict(estimates: pd.DataFrame, level: float = 0.95, fit: float = math.inf)
     if REST in found:
         role, rest = ("more" if found[part]["value"] > 0 else "fewer" for part in (ROLE, REST))
         said.append(
-            f"This is {estimate_of(found[ROLE]).text(sign=True)} because {role} turns are in role "
-            "(they neither repeat the conversation nor speak as the assistant), and "
-            f"{told(REST)} because {rest} of these are follow-ups."
+            f"Of this change, {estimate_of(found[ROLE]).text(sign=True)} comes from {role} turns in "
+            "role (they neither repeat the conversation nor speak as the assistant), and "
+            f"{told(REST)} from {rest} follow-ups among these."
         )
     if gate == NOT_PASSED:
         said.append("Most of what this judge calls follow-ups fits wrong conversations, too.")
@@ -124,10 +124,15 @@ def conclusion(estimates: pd.DataFrame, level: float = 0.95, fit: float = math.i
     found, _, change, best = chosen
     if found[RISE]["gate"] == NOT_PASSED:
         return "Most of what this judge calls follow-ups fits other conversations, too."
-    said = {1: MORE, 0: "it isn't shown that sampling brings out more", -1: FEWER}[change]
+    said = {
+        1: "brings out follow-ups that greedy decoding hides",
+        0: "isn't shown to bring out more",
+        -1: "makes follow-ups fewer",
+    }[change]
     numbers = estimate_of(found[RISE]).text(sign=True)
     return (
-        f"From greedy to T = {best:g} the rate, minus the control's, changes by {numbers}: {said}."
+        f"Sampling at T = {best:g} {said}: the rate, minus that after wrong conversations, changes "
+        f"by {numbers}."
     )
 
 

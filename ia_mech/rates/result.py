@@ -212,7 +212,7 @@ def _reaction(gate: Gate, judged: JudgedTurns) -> str:
         if any(without_response(run, judged.judge) for run in judged.runs):
             return ""
         return (
-            "Whether turns need their response this doesn't tell: ia-mech perturbations RUN "
+            "This doesn't tell whether turns need their response: ia-mech perturbations RUN "
             "--conditions remove does, or several responses to each query (sample with --response "
             "generate --responses 4)."
         )
@@ -366,7 +366,7 @@ def _profile_tables(of_turns: pd.DataFrame) -> list[Table]:
 def _pass_at_k_table(of_turns: pd.DataFrame) -> Table:
     rows = of_turns[of_turns["quantity"] == "pass_at_k"]
     most = rows["n_samples"].max()
-    rows = rows[rows["n_samples"].isin({1, 2, 4, 8, 16, 32, most}) & (most > 1)]
+    rows = rows[rows["n_samples"].isin({2, 4, 8, 16, 32, most} - {1})]
     rows = rows.assign(key="k = " + rows["n_samples"].astype(str))
     heads: Columns = {name: (name, 2) for name in rows["key"].unique()}
     title = "pass@k: share of conversations with a follow-up among k sampled turns"

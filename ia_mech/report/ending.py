@@ -112,7 +112,7 @@ def close_to_query(run: Run, judge: str) -> Iterator[str]:
         yield (
             f"{close} of the {len(rows)} follow-ups at all temperatures "
             f"{'has' if close == 1 else 'have'} most of their words from their query and may only "
-            "ask it again: the control doesn't show that."
+            "put it in other words, which the control can't detect."
         )
 
 

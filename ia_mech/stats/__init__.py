@@ -23,7 +23,7 @@ from ia_mech.stats.confidence_set import model_confidence_set
 from ia_mech.stats.correction import corrected_labels, corrected_mean, prediction_powered
 from ia_mech.stats.decomposition import Decomposition, decomposed_difference
 from ia_mech.stats.differences import Difference, group_difference, paired_difference
-from ia_mech.stats.dyads import dyadic_difference, dyadic_mean, dyadic_test
+from ia_mech.stats.dyads import dyadic_difference, dyadic_mean, dyadic_rate, dyadic_test
 from ia_mech.stats.fold_scores import FoldScores, ResampledScore
 from ia_mech.stats.intervals import LEAST_SHOWN, Estimate, wilson, zero_events_bound
 from ia_mech.stats.significance import holm, permutation_p
@@ -44,6 +44,7 @@ __all__ = [
     "decomposed_difference",
     "dyadic_difference",
     "dyadic_mean",
+    "dyadic_rate",
     "dyadic_test",
     "group_difference",
     "holm",

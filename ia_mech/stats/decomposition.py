@@ -36,7 +36,8 @@ def decomposed_difference(
     Means are taken per source, then over the sources that have both conditions, each once. If a
     condition has no value of a kind, it is given the other condition's mean. Intervals are
     Student's with the jackknife's variance and the degrees of freedom of
-    ``intervals.spread_between``.
+    ``intervals.spread_between``. No p is below 2^(1 − n) with n sources: flipping their signs gives
+    no smaller one, and with few sources the jackknife's may be far too small.
 
     Args:
         values: ``[n]`` numbers; NaN entries are left out.
@@ -73,7 +74,7 @@ def decomposed_difference(
         for value, half in zip(whole.tolist(), reach.tolist(), strict=True)
     )
     p = 2 * stdtr(freedom, -abs(whole) / np.where(certain, 1, errors))
-    p = np.where(certain, np.nan, p).tolist()
+    p = np.where(certain, np.nan, p.clip(2.0 ** (1 - n))).tolist()
     return Decomposition(difference, mix, rest, p[0], p[2])
 
 

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 from scipy.special import stdtr, stdtrit
 
 from ia_mech.stats.differences import Difference
-from ia_mech.stats.intervals import Estimate, combined, degrees_of_freedom, unseen
+from ia_mech.stats.intervals import Estimate, combined, degrees_of_freedom, hull, unseen
 from ia_mech.stats.resampling import as_column, source_index
 
 EXACT, STUDENT = "exact, one-sided", "dyadic-robust student"
@@ -19,6 +19,19 @@ EXACT, STUDENT = "exact, one-sided", "dyadic-robust student"
 def dyadic_mean(values: ArrayLike, *sources: Iterable[Hashable], **options: Any) -> Estimate:
     """The mean of :func:`dyadic_test`, which says what it takes."""
     return dyadic_test(values, *sources, **options).difference
+
+
+def dyadic_rate(values: ArrayLike, *sources: Iterable[Hashable], level: float = 0.95) -> Estimate:
+    """:func:`dyadic_mean` of events, 0 or 1, with an interval that is no narrower than
+    ``intervals.unseen``: one event among few sources has little spread, but doesn't bound a rate
+    more tightly than none."""
+    found = dyadic_mean(values, *sources, ends=(0.0, 1.0), level=level)
+    if np.isnan(found.low):
+        return found
+    index = _numbered(sources)
+    independent = _independent(index[~np.isnan(as_column(values, len(index), "values"))])
+    low, high = hull((found.low, found.high), unseen(found.value, independent, level))
+    return replace(found, low=low, high=high)
 
 
 def dyadic_test(
@@ -39,6 +52,7 @@ def dyadic_test(
     - Where values that share a source depend on each other negatively, the estimate may be far too
       small or below 0. It is kept at least as large as if only values that share all sources
       depended on each other; the interval is then conservative.
+    - No p is below 2^(1 − n) with n sources: flipping signs gives no smaller one.
     - The degrees of freedom are those of ``intervals.spread_between``, of residuals per source.
 
     If all values are alike, or the residuals of every source add up to 0, the interval is that of
@@ -78,7 +92,7 @@ def dyadic_test(
     error, freedom = float(np.sqrt(variance)), degrees_of_freedom(squares)
     half = float(stdtrit(freedom, (1 + level) / 2)) * error
     low, high = max(value - half, ends[0]), min(value + half, ends[1])
-    p = float(2 * stdtr(freedom, -abs(value) / error))
+    p = max(float(2 * stdtr(freedom, -abs(value) / error)), 2.0 ** (1 - count))
     return Difference(Estimate(value, low, high, count, STUDENT), p, STUDENT)
 
 
