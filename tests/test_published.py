@@ -642,7 +642,8 @@ def found_sentences(short: bool) -> list[str]:
     since fewer repeat the conversation or answer it. Shown after another query's conversation,
     {readers[2]}% and {readers[3]}% of the same turns are. Beyond this control the rise is
     {mean(100 * by_readers(QWEN, BEYOND_WRONG), 0)} points (unrounded; 95% interval: {low} to
-    {high}). Beyond other responses to the same query no rise is shown. In SmolLM2 {small[0]}% and {small[1]}% are follow-ups.
+    {high}). Beyond other responses to the same query no rise is shown. In SmolLM2 {small[0]}%
+    and {small[1]}% are follow-ups.
 
     **One vector does as much as sampling.** Added to the hidden state of the header's last token
     after layer 14, a vector that was learned on other queries raises greedy follow-ups from
@@ -740,8 +741,8 @@ def sentences() -> dict[str, list[str]]:
     2. So with one drawn token: **yes** ({change(at(1) - at(0))}).
 
     3. One drawn token keeps more turns in role, by more than a third of what all bring: **not
-    shown** (more in role: {change(at(1, "in_role") - at(0, "in_role"))}; minus a third of what all bring:
-    {change(third())}).
+    shown** (more in role: {change(at(1, "in_role") - at(0, "in_role"))}; minus a third of what all
+    bring: {change(third())}).
 
     4. Among turns in role follow-ups don't become more frequent by 10 points: **not shown**
     ({change_of_ratio()}).

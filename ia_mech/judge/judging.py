@@ -292,7 +292,7 @@ def label_run(
         _check_same_judge(run, judge, name, unperturbed)
         if there := _standing(run, judge, name, settings):
             progress.say(
-                f"{there} labels by {name} were there already (with those after wrong conversations): "
+                f"{there} labels by {name} were there already (also of the control): "
                 "nothing is judged again"
             )
             return run.labels.path / "judgements" / f"{name}.parquet"

@@ -98,8 +98,8 @@ def verdict(estimates: pd.DataFrame, level: float = 0.95, fit: float = math.inf)
     if REST in found:
         role, rest = ("more" if found[part]["value"] > 0 else "fewer" for part in (ROLE, REST))
         said.append(
-            f"Of this change, {estimate_of(found[ROLE]).text(sign=True)} comes from {role} turns in "
-            "role (they neither repeat the conversation nor speak as the assistant), and "
+            f"Of this change, {estimate_of(found[ROLE]).text(sign=True)} comes from {role} turns "
+            "in role (they neither repeat the conversation nor speak as the assistant), and "
             f"{told(REST)} from {rest} follow-ups among these."
         )
     if gate == NOT_PASSED:
