@@ -18,7 +18,7 @@ from pathlib import Path
 from ia_mech import Run
 from ia_mech.judge.rubric import FOLLOW_UP, heading
 
-CONTEXT, TEMPERATURE = "maths-06", 0.7  # its greedy turn and its sampled ones are of two kinds
+CONTEXT, TEMPERATURE = "open-02", 0.7  # its greedy turn and its sampled ones are of two kinds
 HERE = Path(__file__).parent
 WIDTH, LINE, PAD, LETTERS = 920, 20, 14, 118  # pixels; characters in a line
 INK, GREY, GOOD = "#1f2328", "#656d76", "#1a7f37"
