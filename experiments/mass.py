@@ -2,18 +2,13 @@
 
 After each response, the likeliest first tokens of the user turn are taken that together hold 90% of
 the probability at T = 0.7 (at most 40). Each is gone on from greedily, and the turn is judged. The
-follow-up mass of a conversation is the probability of the first tokens whose turn is a follow-up.
-Greedy decoding sees the likeliest token alone. Nothing is drawn, so the mass has no sampling noise;
-it is the follow-up rate of turns whose first token is drawn and whose others are greedy. What the
-first tokens don't hold may be follow-ups or not: the mass is at least the number, and at most that
-plus the rest. The control is the mass of the same turns after a wrong conversation.
+follow-up mass is the probability of the first tokens whose turn is a follow-up: what the rate would
+be if the first token were drawn, and no other. Greedy decoding sees the likeliest one alone. First
+tokens that aren't covered can only add to it. The control is the mass of the same turns after a
+wrong conversation.
 
-The first response to each query is used, or more of them (--responses). In role: neither repeats
-the conversation nor speaks as the assistant; the mass is that in role times the share of follow-ups
-in it.
-
-The judge errs. An annotator's labels of first tokens correct the masses: draw a sheet of the run of
-first tokens with ia-mech annotate export, import it, and give this command again.
+An annotator's labels correct the mass: draw a sheet of the run of first tokens with ia-mech
+annotate export, import it, and give this command again.
 
 Needs: a judged run. Cost: up to 40 greedy turns a query (60 queries of the embedded model: ten
 minutes on two cores).
@@ -30,7 +25,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
-from numpy.typing import ArrayLike
 
 from experiments.arms import Arm, conversations_of
 from experiments.control import ratio
@@ -51,7 +45,7 @@ from ia_mech.estimates import (
 from ia_mech.judge.decoys import WRONG
 from ia_mech.judge.rubric import FOLLOW_UP
 from ia_mech.rates.compute import MIN_ANNOTATED, MIN_ANNOTATED_SOURCES
-from ia_mech.rates.load import choose_annotator, read_runs, unlabelled
+from ia_mech.rates.load import choose_annotator, unlabelled
 from ia_mech.results import SHARE as AS_SHARE
 from ia_mech.results import Table
 from ia_mech.run import Run
@@ -66,12 +60,10 @@ REST, LESS = "not covered", " minus greedy's"
 HELD = "share of the rise"  # that the first token holds
 EVERY = "all conversations"
 NONE, IS = "the greedy turn is no follow-up", "the greedy turn is a follow-up"
-CARRIED, PROBABILITY = "adds to the follow-up mass", "mean probability"
-LENS = {SHARE: "mass by the lens", IN_ROLE: "in role by the lens", REST: "covered by the lens"}
+LENS = {SHARE: "mass by the lens", REST: "covered by the lens"}
 OF_COVERED = "mass by the lens, of what is covered"
 LEAST_COVERED = 0.1  # on average, for a share of it
-LISTED = 12  # first tokens that are shown
-CORRECTED, NOTED = ", corrected", "annotated"
+CORRECTED, NOTED = "corrected", "annotated"
 ROUNDING = 1e-4  # of a sum of probabilities
 
 
@@ -99,45 +91,23 @@ def first_tokens(run: Run, judge: str, annotator: str | None = None) -> pd.DataF
     texts = ["context_id", "dataset", "source", "category", "text"]
     kept = [*texts, "token", "p", "greedy", SHARE, IN_ROLE, AFTER_WRONG]
     if annotator is not None:
-        turns = turns.join(corrected(turns, turns["p"]))
-        kept += [SHARE + CORRECTED, IN_ROLE + CORRECTED, NOTED]
+        turns = turns.join(corrected(turns))
+        kept += [CORRECTED, NOTED]
     return turns[kept].astype(dict.fromkeys(texts, object)).reset_index(drop=True)
 
 
-def corrected(turns: pd.DataFrame, worth: ArrayLike) -> pd.DataFrame:
-    """Of turns with an annotator's labels, :data:`SHARE` and :data:`IN_ROLE` in sums of which the
-    judge's errors cancel (:func:`ia_mech.stats.corrected_labels`), and whether a turn is
-    :data:`NOTED`."""
+def corrected(turns: pd.DataFrame) -> pd.DataFrame:
+    """Of first tokens with an annotator's labels, :data:`CORRECTED`: labels in sums of which, by
+    probability, the judge's errors cancel (:func:`ia_mech.stats.corrected_labels`); and whether a
+    turn is :data:`NOTED`."""
     by_judge, noted = (
-        parts_of(turns.assign(category=turns[name]), FOLLOW_UP)
+        parts_of(turns.assign(category=turns[name]), FOLLOW_UP)[SHARE]
         for name in ("category", "truth_category")
     )
-    found = pd.DataFrame(index=turns.index)
-    for name in (SHARE, IN_ROLE):
-        found[name + CORRECTED] = corrected_labels(
-            by_judge[name],
-            turns["category"].astype(str),
-            noted[name],
-            turns["source"],
-            inclusion=turns["inclusion"],
-            worth=worth,
-        )
-    return found.assign(**{NOTED: by_judge[SHARE].notna() & noted[SHARE].notna()})
-
-
-def too_few_labels(turns: pd.DataFrame) -> str:
-    """Why so few turns are annotated that no mass can be corrected; else empty."""
-    noted = turns[turns["truth"].notna()]
-    if len(noted) >= MIN_ANNOTATED and noted["source"].nunique() >= MIN_ANNOTATED_SOURCES:
-        return ""
-    return (
-        f"it takes {MIN_ANNOTATED} of {MIN_ANNOTATED_SOURCES} queries, and there are {len(noted)}"
-    )
-
-
-def by_annotator(turns: pd.DataFrame) -> pd.DataFrame:
-    """The same turns with what is :func:`corrected` in place of the judge's verdicts."""
-    return turns.assign(**{name: turns[name + CORRECTED] for name in (SHARE, IN_ROLE)})
+    how = {"inclusion": turns["inclusion"], "worth": turns["p"]}
+    kinds = turns["category"].astype(str)
+    labels = corrected_labels(by_judge, kinds, noted, turns["source"], **how)
+    return pd.DataFrame({CORRECTED: labels, NOTED: by_judge.notna() & noted.notna()})
 
 
 def masses(tokens: pd.DataFrame) -> pd.DataFrame:
@@ -145,43 +115,45 @@ def masses(tokens: pd.DataFrame) -> pd.DataFrame:
     ``first token drawn share``, its follow-up mass, and with the names of :data:`DECODINGS` what
     else there is of it and of greedy turns; and :data:`REST`, the probability of tokens without an
     assessed turn."""
-    by = tokens.groupby("context_id", sort=False)
-    found = by[["dataset", "source"]].first()
+    found = tokens.groupby("context_id", sort=False)[["dataset", "source"]].first()
     likeliest = tokens[tokens["greedy"]].set_index("context_id")
+
+    def summed(values: pd.Series) -> pd.Series:
+        """By context; NaN where all are."""
+        return values.groupby(tokens["context_id"], sort=False).sum(min_count=1)
+
     for name in (SHARE, IN_ROLE, AFTER_WRONG):
-        held = (tokens["p"] * tokens[name]).groupby(tokens["context_id"], sort=False)
-        held = held.sum(min_count=1)
+        held = summed(tokens["p"] * tokens[name])
         found[f"{FIRST} {name}"] = held.mask((held - 1).abs() < ROUNDING, 1.0)
         found[f"{GREEDY} {name}"] = likeliest[name]
     covered, shown = (
-        tokens["p"].where(tokens[name].notna(), 0.0).groupby(tokens["context_id"], sort=False).sum()
-        for name in (SHARE, AFTER_WRONG)
+        summed(tokens["p"].where(tokens[name].notna(), 0.0)) for name in (SHARE, AFTER_WRONG)
     )
     found[REST] = (1 - covered).clip(lower=0)
     # Of turns that weren't assessed after a wrong conversation nothing is known, either.
     wrong = found[f"{FIRST} {AFTER_WRONG}"] * covered / shown.where(shown > 0)
     found[f"{FIRST} {AFTER_WRONG}"] = wrong.clip(upper=1)
-    if NOTED in tokens:
-        found[f"{FIRST} {NOTED}"], found[f"{GREEDY} {NOTED}"] = by[NOTED].any(), likeliest[NOTED]
     return found.reset_index()
 
 
 def in_parts(
-    group: Group, share: pd.Series, role: pd.Series, noted: ArrayLike | None = None, **names: Any
+    group: Group, share: pd.Series, role: pd.Series, **names: Any
 ) -> Iterator[TidyEstimate]:
     """Follow-ups, in role, and once in role (follow-ups by what is in role) of ``[rows]`` shares;
-    NaN in both where there is no telling. Of shares that are :func:`corrected`, ``noted`` says into
-    which of them annotations went."""
-    for quantity, values in ((RATE, share), (IN_ROLE, role)):
-        if noted is None:
-            yield group.mean(quantity, values, proportion=True, **names)
-        else:
-            level = group.options["level"]
-            estimate = corrected_mean(values, noted, group.sources, level=level)
-            yield group.row(quantity, estimate, int(values.notna().sum()), **names)
+    NaN in both where there is no telling."""
+    yield group.mean(RATE, share, proportion=True, **names)
+    yield group.mean(IN_ROLE, role, proportion=True, **names)
     if role.sum() > 0:
         once = ratio(share.fillna(0), role.fillna(0), group.sources, group.options)
         yield group.row(ONCE_IN_ROLE, once.clip(0, 1), int(role.notna().sum()), **names)
+
+
+def by_greedy(each: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
+    """Contexts whose greedy turn was assessed: all, and by what it is."""
+    greedy = each[f"{GREEDY} {SHARE}"]
+    for term, kept in ((EVERY, greedy.notna()), (NONE, greedy == 0), (IS, greedy == 1)):
+        if kept.any():
+            yield term, each[kept]
 
 
 class Mass(Experiment):
@@ -193,7 +165,6 @@ class Mass(Experiment):
     columns: ClassVar[Mapping[str, str]] = {
         **Experiment.columns,
         "decoding": "str",
-        "opening": "str",
         "layer": "Int64",
     }
 
@@ -212,26 +183,8 @@ class Mass(Experiment):
         each, queries = self.args.responses, [one for one in self.queries if any(one.complete)]
         if not queries:
             raise UserError("no response is finished", "sample with a larger --max-response-tokens")
-        if left_out := len(self.queries) - len(queries):
-            whose = "1 query has" if left_out == 1 else f"{left_out} queries have"
-            self.notes.append(f"{whose} no finished response and no mass.")
         contexts = pd.concat([one.contexts[one.complete].iloc[:each] for one in queries])
-        turns = 1 + self._first_tokens(contexts["context_id"])
-        return {TURNS: Arm(conversations_of(contexts), settings, turns=turns)}
-
-    def _first_tokens(self, contexts: pd.Series) -> int:
-        """About how many there are after each context; at most, where the run doesn't say it."""
-        import torch
-
-        from ia_mech.engine.sampling import first_tokens_holding
-
-        run, *others = self.runs
-        if others or run.settings["opening"] or run.settings["header_logits"] == "none":
-            return MOST_FIRST
-        kept, at = run.header_logits(), pd.Index(run.contexts["context_id"]).get_indexer(contexts)
-        logits = torch.stack([kept[int(row)] for row in at])
-        share, t = self.args.share, self.args.temperature
-        return round(np.mean(first_tokens_holding(share, logits, t, MOST_FIRST)))
+        return {TURNS: Arm(conversations_of(contexts), settings, turns=1 + MOST_FIRST)}
 
     # -- read -------------------------------------------------------------------------------------
 
@@ -239,11 +192,6 @@ class Mass(Experiment):
         """A row per first token, as of :func:`first_tokens`, with ``opening``, its text."""
         run, judge = self.sampled[TURNS], self.judge_arms()
         found = first_tokens(run, judge, self._annotator(run, judge))
-        if found.loc[found["greedy"], SHARE].isna().all():
-            raise UserError(
-                f"the judge assessed no greedy turn of {self.sampled[TURNS].path}",
-                "have it judged again (ia-mech judge run)",
-            )
         texts = {i: repr(self.chat.text([i])) for i in set(found["token"])}
         return found.assign(opening=found["token"].map(texts))
 
@@ -257,111 +205,79 @@ class Mass(Experiment):
         if name is None:
             return None
         turns = run.labelled(judge, name, texts=False)
-        why = too_few_labels(turns)
-        if not why and (missing := unlabelled(run, turns, name, judge)):
-            why = f"none is of {missing}"
-        if why:
-            self.notes.append(f"{name}'s labels don't correct the masses: {why}.")
+        noted, missing = turns.dropna(subset="truth"), unlabelled(run, turns, name, judge)
+        queries = noted["source"].nunique()
+        if missing or len(noted) < MIN_ANNOTATED or queries < MIN_ANNOTATED_SOURCES:
+            self.notes.append(
+                f"{name}'s labels don't correct the masses: it takes {MIN_ANNOTATED} of "
+                f"{MIN_ANNOTATED_SOURCES} queries, some in each stratum, and there are "
+                f"{len(noted)} of {queries}{missing and ', none of '}{missing}."
+            )
             return None
-        self.corrected_by, self.labels = name, int(turns["truth"].notna().sum())
+        self.corrected_by, self.labels = name, len(noted)
         return name
-
-    def drawn_turns(self, contexts: pd.Series, by: str) -> pd.DataFrame:
-        """The run's turns at the temperature after some contexts: ``context_id``, ``source``,
-        ``sample``, :data:`SHARE`, :data:`IN_ROLE`. There may be none; nor are there any that are
-        :data:`CORRECTED` (``by``), with :data:`NOTED`, unless enough of them have labels of the
-        same annotator."""
-        turns = self.verdicts.turns
-        none = turns.iloc[:0].assign(**{SHARE: np.nan, IN_ROLE: np.nan, NOTED: False})
-        if by:
-            if any(self.corrected_by not in run.labels.annotators for run in self.runs):
-                return none
-            turns = read_runs(self.runs, self.gate.judge, self.corrected_by).turns
-        here = (turns["temperature"] == self.args.temperature) & turns["context_id"].isin(contexts)
-        turns = turns[here].astype({"context_id": object, "source": object})
-        turns = turns.join(parts_of(turns, FOLLOW_UP)[[SHARE, IN_ROLE]])
-        if not by:
-            return turns
-        if too_few_labels(turns) or turns["unlabelled"].any():
-            return none
-        return by_annotator(turns.join(corrected(turns, np.ones(len(turns)))))
 
     # -- estimated --------------------------------------------------------------------------------
 
     def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
-        judged = masses(rows)
-        found = holm_corrected(self._estimated(judged, judged))
-        if NOTED in rows:
-            unseen = rows.assign(**{AFTER_WRONG: np.nan})  # what no annotator's label is of
-            found += holm_corrected(
-                self._estimated(masses(by_annotator(unseen)), judged, CORRECTED)
-            )
-        return [*found, *self._openings(rows), *self._by_lens(rows, judged)]
+        each = masses(rows)
+        found = holm_corrected(self._estimated(each))
+        if self.corrected_by:
+            assessed = each.loc[each[f"{GREEDY} {SHARE}"].notna(), "context_id"]
+            found += self._corrected(rows[rows["context_id"].isin(assessed)])
+        return [*found, *self._by_lens(rows, each)]
 
-    def _estimated(
-        self, each: pd.DataFrame, judged: pd.DataFrame, by: str = ""
-    ) -> Iterator[TidyEstimate]:
-        """Of the masses of contexts, which are :data:`CORRECTED` if ``by`` says so. What their
-        greedy turns are, the judge says in any case (``judged``)."""
-        whole = self.drawn_turns(each["context_id"], by).groupby("context_id")
-        names = [SHARE, IN_ROLE] + [NOTED] * bool(by)
-        whole = whole[names].mean().reindex(each["context_id"])
+    def _estimated(self, each: pd.DataFrame) -> Iterator[TidyEstimate]:
+        turns, names = self.verdicts.turns, [SHARE, IN_ROLE]
+        turns = turns[turns["temperature"] == self.args.temperature]
+        parts = parts_of(turns, FOLLOW_UP)[names].groupby(turns["context_id"].astype(object))
+        whole = parts.mean().reindex(each["context_id"])  # NaN if none is at this temperature
         each[[f"{WHOLE} {name}" for name in names]] = whole.to_numpy(float)
         for dataset, here in by_dataset(each):
-            greedy = judged[f"{GREEDY} {SHARE}"]
-            for term, kept in ((EVERY, greedy.notna()), (NONE, greedy == 0), (IS, greedy == 1)):
-                own = each[here & kept]
-                if not len(own):
-                    continue
+            for term, own in by_greedy(each[here]):
                 group = Group(own["source"], self.options, {"dataset": dataset, "term": term})
-                yield from self._decodings(own, group, by)
+                yield from self._decodings(own, group)
                 if term == EVERY:
-                    yield from self._differences(own, group, by)
+                    yield from self._differences(own, group)
 
-    def _decodings(self, own: pd.DataFrame, group: Group, by: str) -> Iterator[TidyEstimate]:
+    def _decodings(self, own: pd.DataFrame, group: Group) -> Iterator[TidyEstimate]:
         """Follow-ups and their two parts, by how much of a turn is drawn."""
-        if not by:
-            yield group.mean(REST, own[REST], least=0, most=1, decoding=FIRST)
+        yield group.mean(REST, own[REST], least=0, most=1, decoding=FIRST)
         for decoding in DECODINGS:
             share = own[f"{decoding} {SHARE}"]
             if share.notna().any():
-                noted = own[f"{decoding} {NOTED}"] > 0 if by else None
-                parts = share, own[f"{decoding} {IN_ROLE}"], noted
-                yield from in_parts(group, *parts, decoding=f"{decoding}{by}")
+                yield from in_parts(group, share, own[f"{decoding} {IN_ROLE}"], decoding=decoding)
             if (wrong := f"{decoding} {AFTER_WRONG}") in own and own[wrong].notna().any():
                 yield group.mean(AFTER_WRONG, own[wrong], proportion=True, decoding=decoding)
 
-    def _differences(self, own: pd.DataFrame, group: Group, by: str) -> Iterator[TidyEstimate]:
+    def _differences(self, own: pd.DataFrame, group: Group) -> Iterator[TidyEstimate]:
         """What drawing adds to greedy turns, and how much of that the first token does. Of first
         tokens it is a share of what is covered: what isn't counts neither way."""
-        covered = (1 - own[REST]).where(own[REST] < 1)
+        shares = own[["source"]].assign(**{name: own[f"{name} {SHARE}"] for name in DECODINGS})
+        shares[FIRST] /= (1 - own[REST]).where(own[REST] < 1)
         for decoding in (FIRST, WHOLE):
-            for quantity, of in ((RATE, SHARE), (IN_ROLE, IN_ROLE)):
-                drawn, greedy = own[f"{decoding} {of}"], own[f"{GREEDY} {of}"]
-                drawn = drawn / covered if decoding == FIRST else drawn
-                if drawn.notna().any():
-                    pair = drawn, own["source"], greedy, own["source"]
-                    yield paired_row(group, f"{quantity}{LESS}", *pair, decoding=f"{decoding}{by}")
-        both = own[[f"{decoding} {SHARE}" for decoding in DECODINGS]]
-        both = both.assign(**{f"{FIRST} {SHARE}": both[f"{FIRST} {SHARE}"] / covered}).dropna()
-        if len(both):
-            base, first, whole = both.to_numpy(float).T
-            sources = own.loc[both.index, "source"]
-            held = ratio(first - base, whole - base, sources, self.options)
-            yield group.row(HELD, held, len(both), decoding=f"{FIRST}{by}")
+            if shares[decoding].notna().any():
+                pair = shares[decoding], own["source"], shares[GREEDY], own["source"]
+                yield paired_row(group, f"{RATE}{LESS}", *pair, decoding=decoding)
+        shares = shares.dropna()
+        if len(shares):
+            rise, whole = (shares[one] - shares[GREEDY] for one in (FIRST, WHOLE))
+            held = ratio(rise, whole, shares["source"], self.options)
+            yield group.row(HELD, held, len(shares), decoding=FIRST)
 
-    def _openings(self, rows: pd.DataFrame) -> Iterator[TidyEstimate]:
-        """Of the first tokens that carry most of the mass, what each adds to its mean, and its mean
-        probability."""
-        sources = rows.groupby("context_id", sort=False)["source"].first()
-        *_, (dataset, _) = by_dataset(rows)  # all together, or the only one
-        group = Group(sources.to_numpy(), self.options, {"dataset": dataset})
-        rows = rows.assign(carried=rows["p"] * rows[SHARE].fillna(0))
-        for opening in rows.groupby("opening")["carried"].sum().nlargest(LISTED).index:
-            of = rows[rows["opening"] == opening].groupby("context_id")[["carried", "p"]].sum()
-            of = of.reindex(sources.index, fill_value=0.0)
-            yield group.mean(CARRIED, of["carried"], opening=opening)
-            yield group.mean(PROBABILITY, of["p"], opening=opening)
+    def _corrected(self, rows: pd.DataFrame) -> Iterator[TidyEstimate]:
+        """The rate of greedy turns and the follow-up mass, corrected by an annotator's labels."""
+        likeliest = rows[rows["greedy"]]
+        weighted = rows.assign(**{CORRECTED: rows["p"] * rows[CORRECTED]})
+        by = weighted.groupby("context_id", sort=False)
+        firsts = by[["dataset", "source"]].first().join(by[CORRECTED].sum()).join(by[NOTED].any())
+        for decoding, own in ((GREEDY, likeliest), (FIRST, firsts)):
+            for dataset, here in by_dataset(own):
+                values, noted, sources = (own[here][n] for n in (CORRECTED, NOTED, "source"))
+                found = corrected_mean(values, noted, sources, level=self.args.level)
+                names = {"dataset": dataset, "term": EVERY, "decoding": decoding}
+                group = Group(sources, self.options, names)
+                yield group.row(f"{RATE}, {CORRECTED}", found, int(values.notna().sum()))
 
     def _by_lens(self, rows: pd.DataFrame, each: pd.DataFrame) -> Iterator[TidyEstimate]:
         """What the header's last state has after each layer, of all datasets together."""
@@ -369,36 +285,29 @@ class Mass(Experiment):
         if (lens := lens_of(run, self.notes)) is None:
             return
         openings = rows[rows[SHARE].notna()].set_index(["context_id", "token"])
-        openings = openings[[SHARE, IN_ROLE]].assign(**{REST: 1.0})
+        openings = openings[[SHARE]].assign(**{REST: 1.0})
         found = lens_masses(run, openings, lens, self.args.temperature)
         at = pd.Index(run.contexts["context_id"]).get_indexer(each["context_id"])
-        *_, (dataset, _) = by_dataset(each)
-        greedy = each[f"{GREEDY} {SHARE}"]
-        for term, kept in ((EVERY, greedy.notna()), (NONE, greedy == 0)):
-            own = each[kept]
-            if own.empty:
+        *_, (dataset, _) = by_dataset(each)  # all together, or the only one
+        for term, own in by_greedy(each):
+            if term == IS:
                 continue
-            for layer, values in zip(run.layers, found[:, :, at[kept]], strict=True):
+            for layer, values in zip(run.layers, found[:, :, at[own.index]], strict=True):
                 names = {"dataset": dataset, "term": term, "layer": layer}
                 group = Group(own["source"], self.options, names)
-                share, role, covered = map(pd.Series, values)
-                for quantity, value in zip(LENS.values(), (share, role, covered), strict=True):
-                    yield group.mean(quantity, value, least=0, most=1)
+                share, covered = values
+                yield group.mean(LENS[SHARE], share, least=0, most=1)
+                yield group.mean(LENS[REST], covered, least=0, most=1)
                 if covered.mean() >= LEAST_COVERED:
-                    part = ratio(share.fillna(0), covered.fillna(0), group.sources, self.options)
+                    part = ratio(share, covered, group.sources, self.options)
                     yield group.row(OF_COVERED, part, len(own))
 
     # -- shown ------------------------------------------------------------------------------------
 
-    @property
-    def _by(self) -> str:
-        """By whose labels numbers are corrected; empty where they aren't."""
-        who = self.corrected_by
-        return f" Corrected by {self.labels} labels of {who}." if who else ""
-
     def tables(self, found: pd.DataFrame) -> list[Table]:
         parts = {
             RATE: ("follow-ups", 2),
+            f"{RATE}, {CORRECTED}": (CORRECTED, 2),
             IN_ROLE: ("in role", 2),
             ONCE_IN_ROLE: ("once in role", 2),
         }
@@ -412,7 +321,8 @@ class Mass(Experiment):
             rows="conversations",
             legend=f"{FIRST}: the follow-up mass, to which what isn't covered may add. For minus "
             "greedy it is divided by what is covered before. Once in role: follow-ups by turns "
-            "that neither repeat the conversation nor speak as the assistant." + self._by,
+            "that neither repeat the conversation nor speak as the assistant. Corrected: by an "
+            "annotator's labels, if there are any.",
         )
         return [
             *whole[:1],
@@ -422,7 +332,6 @@ class Mass(Experiment):
                 parts,
                 index=("term", "decoding"),
                 rows="conversations",
-                legend="What the greedy turn is, the judge says." if self.corrected_by else "",
             ),
             *whole[1:],
             *tables_of(
@@ -430,7 +339,6 @@ class Mass(Experiment):
                 found,
                 {
                     LENS[SHARE]: ("follow-up mass", 2),
-                    LENS[IN_ROLE]: ("in role", 2),
                     LENS[REST]: ("covered", 2),
                     OF_COVERED: ("of what is covered", 2),
                 },
@@ -438,17 +346,9 @@ class Mass(Experiment):
                 rows="conversations",
                 full=True,
                 legend="Covered: the probability of all first tokens that were gone on from. Where "
-                "it is small, the mass is, too, and says nothing of follow-ups: the lens reads "
-                "other tokens there, often other spellings of these words. Of what is covered: "
-                f"mass / covered, where {LEAST_COVERED} or more is.",
-            ),
-            *tables_of(
-                "the first tokens that carry most of the follow-up mass",
-                found,
-                {CARRIED: ("adds to the mass", 3), PROBABILITY: ("mean probability", 3)},
-                index=("opening",),
-                rows="conversations",
-                full=True,
+                "it is small, the mass says nothing of follow-ups: the lens reads other tokens "
+                "there, often other spellings of these words. Of what is covered: mass / covered, "
+                f"where {LEAST_COVERED} or more is.",
             ),
         ]
 
@@ -469,10 +369,9 @@ class Mass(Experiment):
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         whole = all_datasets(found[found["term"] == EVERY])
-        by = CORRECTED if self.corrected_by else ""
 
-        def said(quantity: str, decoding: str, digits: int | str = 2, by: str = by) -> str:
-            return told(whole, quantity, digits, decoding=f"{decoding}{by}")
+        def said(quantity: str, decoding: str, digits: int | str = 2) -> str:
+            return told(whole, quantity, digits, decoding=decoding)
 
         rest = only(whole, REST)["value"].iloc[0]
         words = (
@@ -483,11 +382,14 @@ class Mass(Experiment):
         if all_drawn := said(RATE, WHOLE):
             words += f", with all tokens drawn {all_drawn}"
             words += f"; the first token's share of the difference: {said(HELD, FIRST, AS_SHARE)}"
+        if self.corrected_by:
+            greedy, first = (said(f"{RATE}, {CORRECTED}", one) for one in (GREEDY, FIRST))
+            words += f". Corrected by {self.labels} labels of {self.corrected_by}, greedy turns "
+            words += f"are follow-ups at a rate of {greedy}, and it is {first} with the first drawn"
         control = f"{self.gate.short}."
-        if floor := said(AFTER_WRONG, FIRST, by=""):
-            whose = " by the judge" if by else ""
-            control = f"After a wrong conversation the follow-up mass{whose} is {floor}. {control}"
-        return Conclusion(f"{words}.{self._by}", control)
+        if floor := said(AFTER_WRONG, FIRST):
+            control = f"After a wrong conversation the follow-up mass is {floor}. {control}"
+        return Conclusion(f"{words}.", control)
 
 
 main = Mass.main
