@@ -23,7 +23,6 @@ import pandas as pd
 from experiments.change import OWN, RESPONSES, WHOLE_SITES, Cell, Ids, Mask, Pairs, Passes, Replaced
 from experiments.experiment import Model, Unit
 from ia_mech.cli import shell_word
-from ia_mech.display import Bar
 from ia_mech.errors import UserError
 from ia_mech.judge.decoys import SIBLING
 from ia_mech.judge.rubric import CANNOT_ASSESS, FOLLOW_UP, NO_FOLLOW_UP, OUT_OF_ROLE
@@ -601,17 +600,11 @@ def log_p_by_layer(
     import torch
 
     few = replace(lens, unembedding=lens.unembedding[torch.from_numpy(ids)])
-    bar = Bar()
-    bar.start("logit lens", len(run.layers), unit="layer")
-    try:
-        for layer in run.layers:
-            states = run.residuals(layer, HEADER_LAST)[list(rows)]
-            slices = [(x / temperature).logsumexp(-1) for x in lens.logits_in_slices(states)]
-            total = torch.stack(slices).logsumexp(0)[:, None]
-            yield few.logits(states) / temperature - total
-            bar.advance()
-    finally:
-        bar.stop()
+    for layer in run.layers:
+        states = run.residuals(layer, HEADER_LAST)[list(rows)]
+        slices = [(x / temperature).logsumexp(-1) for x in lens.logits_in_slices(states)]
+        total = torch.stack(slices).logsumexp(0)[:, None]
+        yield few.logits(states) / temperature - total
 
 
 def lens_curves(

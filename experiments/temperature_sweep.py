@@ -1,17 +1,15 @@
 """What does temperature do to the user turn, and how deep does greedy decoding hide follow-ups?
 
 - Follow-up rates by temperature, and their difference from greedy turns of the same queries. The
-  control is the floor: how often the judge calls the same turns follow-ups after a wrong
-  conversation.
+  control is how often the judge calls the same turns follow-ups after a wrong conversation.
 - The first token's distribution at many temperatures, from the header's logits.
-- Where greedy decoding leaves each sampled turn, and whether follow-ups lie deeper than others
-  after the same response at the same temperature.
+- By how much greedy's token is likelier where a sampled turn leaves the greedy one: for follow-ups,
+  minus other turns after the same response at the same temperature.
 - From which layer on, by the logit lens at header_last, the token that opens the greedy turn stays
   ahead of those that open follow-ups of other queries.
 
-Needs: judged runs with two temperatures or more and all header logits; for the last point the
-model's lens (its final norm and unembedding, which sampling writes), not the model. Cost: a minute
-for 100 contexts on a CPU.
+Needs: judged runs with two temperatures or more and all header logits; no model, but for the last
+point its lens, which sampling writes. Cost: a minute for 100 contexts on a CPU.
 
     ia-mech temperature-sweep cache/RUN
 """
@@ -35,7 +33,7 @@ from experiments.outcome import (
     openings_of,
     with_token_scores,
 )
-from experiments.shown import FLOOR, Bars, Drawing, Lines, only, sentence_of, tables_of
+from experiments.shown import FLOOR, Drawing, Lines, only, sentence_of, tables_of
 from ia_mech.errors import UserError
 from ia_mech.estimates import (
     ALL,
@@ -54,17 +52,13 @@ from ia_mech.results import Table
 from ia_mech.run.labels import KEY
 
 GRID = (*(round(0.1 * step, 1) for step in range(3, 16)), 1.75, 2.0)
-GARBLED = "degenerate"
+GARBLED, FOLLOW_UPS = "degenerate", "follow-ups"
 RATE = "follow-up rate"
 RATE_DIFFERENCE = f"{RATE}: difference"
 DEEPER = "gap where greedy leaves minus other turns'"  # after the same response and temperature
-OTHER_TURNS = ("all others", "others but degenerate ones")
-LEFT = {  # medians, by the column of :func:`leaving_point`
-    "token": "token where greedy leaves",
-    "rank": "rank where greedy leaves",
-    "gap": "median gap where greedy leaves",
-}
-TOKENS, MASS = "effective number of first tokens", "mass on openings"
+DEEPER_FORMED = "gap where greedy leaves minus other well-formed turns'"
+GAP = "median gap where greedy leaves"
+ENTROPY, ENDS, MASS = "first token's entropy", "mass on turn-end", "mass on openings"
 LENS, AHEAD = "log p by the lens", "greedy ahead for good"
 
 
@@ -118,8 +112,6 @@ class TemperatureSweep(Experiment):
     # -- read -------------------------------------------------------------------------------------
 
     def read(self) -> None:
-        from ia_mech.run.reader import EXACT_FROM
-
         judged = self.verdicts
         sampled = sorted(set(judged.turns["temperature"]) - {0})
         if len(sampled) < 2:
@@ -129,7 +121,6 @@ class TemperatureSweep(Experiment):
                 "sample the same conversations with --temperatures 0.7 1 1.3, or give such a run "
                 "too",
             )
-        self.grid = sorted({*GRID, *(t for t in sampled if t >= EXACT_FROM)})
         self.decoys = judged.decoys
         self.turns = with_token_scores(judged.turns, self.runs)
         greedy = self.turns[self.turns["temperature"] == 0].reset_index(drop=True)  # once each
@@ -150,7 +141,7 @@ class TemperatureSweep(Experiment):
     def rows(self) -> pd.DataFrame:
         """A row per sampled turn that was assessed: of ``turns``, with :func:`leaving_point`."""
         openings = openings_of(self.turns)
-        self.first = first_token_curves(self.runs, self.contexts, openings, self.grid)
+        self.first = first_token_curves(self.runs, self.contexts, openings, GRID)
         self.log_p: dict[str, np.ndarray] = {}
         if lens := lens_of(self.runs[0], self.notes):
             self.log_p = lens_curves(self.runs, self.contexts, openings, lens)
@@ -185,7 +176,7 @@ class TemperatureSweep(Experiment):
             sources = self.contexts["source"].to_numpy()[here]
             group = Group(sources, self.options, {"dataset": dataset})
             first = {term: at[here] for term, at in self.first.items()}
-            found += first_token_estimates(group, first, self.grid)
+            found += first_token_estimates(group, first, GRID)
             if self.log_p:
                 found += lens_estimates(group, {term: at[here] for term, at in self.log_p.items()})
         for dataset, here in by_dataset(rows):
@@ -216,38 +207,21 @@ class TemperatureSweep(Experiment):
             "conversation: how often the judge calls the same turns follow-ups there.",
         )
         made += tables_of(
-            f"where greedy decoding leaves a turn ({self.intervals})",
+            f"how deep does greedy decoding hide follow-ups? ({self.intervals})",
             found,
-            {LEFT[name]: (name, 2 * (name == "gap")) for name in LEFT},
-            index=("dataset", "temperature", "term"),
-            rows="turns",
-            legend="Medians at the first token that isn't greedy's: its number, its rank, and the "
-            "gap, log p of greedy's token minus its own at T = 1, nats.",
-        )
-        made += tables_of(
-            f"do follow-ups lie deeper? ({self.intervals})",
-            found,
-            {DEEPER: ("gap minus others'", 2)},
+            {
+                GAP: ("gap", 2),
+                DEEPER: ("minus others'", 2),
+                DEEPER_FORMED: ("minus well-formed others'", 2),
+            },
             detectable=DEEPER,
             index=("dataset", "temperature", "term"),
-            rows="follow-ups",
-            legend="Gap minus others': by how many nats greedy's token is likelier where a "
-            "follow-up leaves the greedy turn, minus the same of other turns after the same "
-            f"response at the same temperature. {tested}",
-        )
-        first: dict[str, tuple[str, int | str]] = {
-            "first token's entropy": ("entropy", 2),
-            TOKENS: ("effective tokens", 1),
-            "mass on turn-end": ("turn-end", ".0e"),
-        }
-        made += tables_of(
-            f"the first token by temperature ({self.intervals})",
-            all_datasets(found),
-            first,
-            rows="conversations",
-            legend="Entropy in nats; effective tokens: exp(entropy); turn-end: probability of "
-            "ending the turn at once.",
-            full=True,
+            rows="turns",
+            legend="Gap: by how many nats greedy's token is likelier (T = 1) where a turn leaves "
+            "the greedy one; the median. Minus others': the mean gap of follow-ups minus that of "
+            "other turns after the same response at the same temperature. Noise that leads far "
+            "from greedy also garbles, and what is garbled isn't a follow-up: minus well-formed "
+            f"others' leaves degenerate turns out. {tested}",
         )
         return made + tables_of(
             f"greedy's opening by layer, logit lens ({self.intervals})",
@@ -266,16 +240,16 @@ class TemperatureSweep(Experiment):
         title, pooled = gate_title(self.runs[0].model["name"], self.gate), all_datasets(found)
         floor = only(pooled, "floor").assign(dataset=FLOOR)
         shares = pd.concat([only(found, RATE), floor])
-        t, tokens = "temperature (0 = greedy)", only(found, TOKENS)
+        entropy = only(found, ENTROPY)
         made: dict[str, Drawing] = {
-            "rates": Lines(title, t, "share of turns", shares, by="dataset"),
-            "first_token": Lines(title, "temperature", TOKENS, tokens, by="dataset", log=True),
+            "rates": Lines(
+                title, "temperature (0 = greedy)", "share of turns", shares, by="dataset"
+            ),
+            "first_token": Lines(title, "temperature", f"{ENTROPY}, nats", entropy, by="dataset"),
         }
-        if (mass := only(pooled, MASS))["value"].notna().any():
+        if only(pooled, MASS)["value"].notna().any():
+            mass = pooled[pooled["quantity"].isin([MASS, ENDS])]
             made["openings"] = Lines(title, "temperature", "probability", mass)
-        if len(deep := only(pooled, DEEPER)):
-            words = "gap to the greedy turn: follow-ups minus other turns, nats"
-            made["hidden"] = Bars(title, words, deep, names="temperature", by="term")
         if len(lens := only(pooled, LENS)):
             up = "log p at header_last, nats"
             made["lens"] = Lines(title, "layer (0 = embeddings)", up, lens, across="layer")
@@ -286,7 +260,7 @@ class TemperatureSweep(Experiment):
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         rates = sentence_of(f"{RATE} by temperature", only(found, RATE))
-        less, deeper = only(found, RATE_DIFFERENCE), only(found, DEEPER, term=OTHER_TURNS[0])
+        less, deeper = only(found, RATE_DIFFERENCE), only(found, DEEPER)
         changed = shown_changes(
             less,
             "Turns are follow-ups less often than greedy turns, by",
@@ -318,34 +292,31 @@ def first_token_estimates(
     group: Group, first: dict[str, np.ndarray], temperatures: Sequence[float]
 ) -> Iterator[TidyEstimate]:
     """Of ``[contexts, temperatures]`` arrays, as :func:`first_token_curves` makes them."""
-    for quantity, term, values, least, most in (
-        ("first token's entropy", None, first["entropy"], 0, np.inf),
-        (TOKENS, None, np.exp(first["entropy"]), 1, np.inf),
-        ("mass on turn-end", None, first["turn_end"], 0, 1),
-        (MASS, "follow-ups' openings", first["follow_up"], 0, 1),
-        (MASS, "repetitions' openings", first["restated"], 0, 1),
+    for quantity, term, values, most in (
+        (ENTROPY, None, first["entropy"], np.inf),
+        (ENDS, "turn end", first["turn_end"], 1),
+        (MASS, "follow-ups' openings", first["follow_up"], 1),
+        (MASS, "repetitions' openings", first["restated"], 1),
     ):
-        names: dict[str, Any] = {"term": term, "least": least, "most": most}
+        names: dict[str, Any] = {"term": term, "least": 0, "most": most}
         for t, column in zip(temperatures, values.T, strict=True):
             yield group.mean(quantity, column, temperature=float(t), **names)
 
 
 def depth_estimates(group: Group, turns: pd.DataFrame, **names: Any) -> Iterator[TidyEstimate]:
-    """Of follow-ups and of others: where greedy leaves them, and how far below it. And the gap of
-    follow-ups minus that of the others of the same context and temperature.
-
-    Noise that leads far from greedy also garbles, and what is garbled isn't a follow-up. So
-    follow-ups are also compared with the well-formed others alone.
-    """
-    for kind, term in ((1.0, "follow-ups"), (0.0, "others")):
+    """The gap where greedy leaves follow-ups and others; and that of follow-ups minus that of the
+    others of the same context and temperature: of all, and of the well-formed ones."""
+    for kind, term in ((1.0, FOLLOW_UPS), (0.0, "others")):
         at = turns[turns["follow_up"] == kind]
-        own = replace(group, sources=at["source"].to_numpy())
-        for column, quantity in LEFT.items() if len(at) else ():
-            yield own.median(quantity, at[column], term=term, **names)
-    for term, rows in zip(OTHER_TURNS, (turns, turns[turns["category"] != GARBLED]), strict=True):
+        if len(at):
+            own = replace(group, sources=at["source"].to_numpy())
+            yield own.median(GAP, at["gap"], term=term, **names)
+    formed = turns[turns["category"] != GARBLED]
+    for quantity, rows in ((DEEPER, turns), (DEEPER_FORMED, formed)):
         more, sources = against_others(rows, "gap")
         if len(more):
-            yield paired_row(group, DEEPER, more, sources, 0 * more, sources, term=term, **names)
+            pair = more, sources, 0 * more, sources
+            yield paired_row(group, quantity, *pair, term=FOLLOW_UPS, **names)
 
 
 def lens_estimates(group: Group, log_p: dict[str, np.ndarray]) -> Iterator[TidyEstimate]:

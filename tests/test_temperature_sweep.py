@@ -25,6 +25,8 @@ from experiments.outcome import (
 from experiments.shown import estimates_of
 from experiments.temperature_sweep import (
     DEEPER,
+    DEEPER_FORMED,
+    GAP,
     GARBLED,
     GRID,
     RATE,
@@ -248,14 +250,14 @@ def test_rates_masses_and_depths_are_those_of_their_turns(swept):
     at = left[left["temperature"] == 1.2]
     own = made[(made["dataset"] == "(all)") & (made["temperature"] == 1.2)].set_index("quantity")
     kind = own[own["term"] == "follow-ups"]
-    median = at.loc[at["follow_up"] == 1, "rank"].median()
-    assert kind.loc["rank where greedy leaves", "value"] == pytest.approx(median)
-    apart = own.loc[DEEPER].set_index("term")["value"]
+    median = at.loc[at["follow_up"] == 1, "gap"].median()
+    assert kind.loc[GAP, "value"] == pytest.approx(median)
     formed = at[at["category"] != GARBLED]
     assert 0 < len(formed) < len(at)
-    for term, rows in {"all others": at, "others but degenerate ones": formed}.items():
+    for quantity, rows in {DEEPER: at, DEEPER_FORMED: formed}.items():
         means = rows.pivot_table(index="context", columns="follow_up", values="gap").dropna()
-        assert apart[term] == pytest.approx((means[1.0] - means[0.0]).mean())
+        apart = (means[1.0] - means[0.0]).mean()
+        assert kind.loc[quantity, "value"] == pytest.approx(apart)
 
 
 def test_without_the_model_only_its_lens_is_needed(copied, cache, capfd, monkeypatch):
