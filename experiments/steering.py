@@ -1,19 +1,17 @@
 """Can a direction in the residual stream move the user's turns, more than other directions do?
 
-A direction is added to the residual stream, and the run's turns are scored again. The direction is
-the logistic one of a probe (--probe), added where the probe reads, or that of a file (--vector),
-added where the file says. The question is whether turns that the judge calls follow-ups become
-likelier than other turns after the same context. The control is other directions: for a
-probe, probes whose labels queries have exchanged; for a file, random directions with the covariance
-of the states. All directions change the next token equally: for each, the dose is sought at which
-the first token's distribution moves by one KL (--kl). Half of the queries choose the doses, and
-results are of the other half.
+A direction is added to the residual stream, and the run's turns are scored again: do turns that the
+judge calls follow-ups become likelier than other turns after the same context? The direction is the
+logistic one of a probe (--probe), added where the probe reads, or that of a file (--vector), added
+where the file says. The control is other directions: probes whose labels queries have exchanged;
+for a file, random directions with the covariance of the states. Each has the dose at which the
+first token's distribution moves by one KL (--kl). Half of the queries choose the doses, and results
+are of the other half.
 
 Needs: a judged run with several sampled turns per context. Cost: half an hour on a CPU (135M).
 
     ia-mech probes cache/RUN
     ia-mech steering cache/RUN --probe cache/RUN/results/probe-rate-builtin
-    ia-mech steering cache/RUN --vector my.safetensors --kl 0.5
     ia-mech sample … --intervention cache/RUN/results/steering/vector.safetensors
 """
 
@@ -44,7 +42,6 @@ if TYPE_CHECKING:  # these load torch
     from torch import Tensor
 
     from ia_mech.engine.score import Scored, Turn
-    from probes.card import Probe
 
 FILE = "vector.safetensors"
 LEAST_DOSE, MOST_DOSE = 2.0**-8, 2.0**4  # between which a KL is sought, in norms of the state
@@ -263,23 +260,6 @@ def is_shown(found: pd.DataFrame) -> bool:
 # -- what runs hold --------------------------------------------------------------------------------
 
 
-def vector_of_probe(probe: "Probe", path: Path) -> SteeringVector:
-    """A probe's logistic direction, to be added where the probe reads."""
-    import torch
-
-    card = probe.card
-    try:
-        model, where = card["asked"]["runs"][0]["model"], (int(card["layer"]), (card["position"],))
-        weights = torch.from_numpy(probe.directions["logistic"].weights)
-        float(card["penalty"])  # of the probes that it is compared with
-        return SteeringVector(ADD, *where, weights, 1.0, model["name"], model["weights_hash"])
-    except (LookupError, TypeError, ValueError):
-        raise UserError(
-            f"the probe {path} doesn't say which direction of which model it is",
-            "write the probe again with ia-mech probes, or give --vector",
-        ) from None
-
-
 def labelled(queries: Iterable[Query], judged: JudgedTurns) -> Iterator[tuple[Query, pd.DataFrame]]:
     """Queries with their turns, which have a ``label``: 1 of a follow-up, 0 of another turn, NaN of
     one that is greedy, empty, or not assessed."""
@@ -340,21 +320,23 @@ class Steering(Experiment):
             return random_directions(states, own, *last)
         from probes.dataset import RUN, read
 
-        card, judge = self.probe.card, self.verdicts.judge
-        asked, layer, position = card["asked"], self.vector.layer, card["position"]
-        how = asked.get("target", "rate"), [position], [layer], asked.get("within", RUN)
-        data = read(self.runs, judge, *how)
+        card, asked = self.probe.card, self.probe.card["asked"]
+        where = [card["position"]], [self.vector.layer]
+        target = asked.get("target", "rate")
+        data = read(self.runs, self.verdicts.judge, target, *where, asked.get("within", RUN))
         fitted = {run.get("identity") for run in asked["runs"]}
-        if (asked.get("judge"), fitted) != (judge, {run.identity_digest for run in self.runs}):
-            self.notes.append(f"p is rough: {PERMUTED} aren't of the probe's own runs or labels.")
+        if fitted != {run.identity_digest for run in self.runs}:
+            self.notes.append(f"p is rough: {PERMUTED} aren't of the probe's own runs.")
         if not np.ptp(data.outcome.rate):
             problem = "all conversations here have the same rate, so that no probe can be fitted"
             raise UserError(problem, "give the runs that the probe was fitted to, or --vector")
-        states, penalty = data.at(layer, position), float(card["penalty"])
-        return permuted_probes(states, data.outcome, penalty, *last)
+        states = data.at(self.vector.layer, card["position"])
+        return permuted_probes(states, data.outcome, float(card["penalty"]), *last)
 
     def _vector(self) -> SteeringVector:
-        """The direction; refused if it is of another model, or steers no token before the turn."""
+        """The direction; refused if it is of another model."""
+        import torch
+
         from probes.card import Probe
 
         self.probe, self.others = None, RANDOM
@@ -362,15 +344,15 @@ class Steering(Experiment):
             vector = replace(SteeringVector.load(self.args.vector), kind=ADD)
         else:
             self.probe, self.others = Probe.load(self.args.probe), PERMUTED
-            vector = vector_of_probe(self.probe, self.args.probe)
+            card, weights = self.probe.card, self.probe.directions["logistic"].weights
+            what = card["layer"], (card["position"],), torch.from_numpy(weights), 1.0
+            of = card["asked"]["runs"][0]["model"]
+            vector = SteeringVector(ADD, *what, of["name"], of["weights_hash"])
             self.notes.append("the probe was fitted to all queries, reported ones among them.")
         model = self.runs[0].model
         vector.check_weights(model["weights_hash"])
         names = self.runs[0].contexts["positions"].iloc[0]
         vector.check(model["layers"], model["d_model"], list(names))
-        if set(vector.positions) == {TURN}:
-            alone = "steering the turn's tokens alone leaves the next token at the header as it is"
-            raise UserError(alone, "give a vector with a position of the header, too")
         return vector
 
     def _contexts(self) -> list[Odds]:

@@ -376,10 +376,7 @@ def test_what_cant_be_used_is_refused_in_a_line(folder, small, tmp_path, capfd, 
     Probe(own.directions, alike).save(tmp_path / "alike")
     line = refused("--probe", str(tmp_path / "alike"))
     assert "all conversations here have the same rate, so that no probe can be fitted" in line
-    Probe(own.directions, {"layer": 2}).save(tmp_path / "by-hand")
-    line = refused("--probe", str(tmp_path / "by-hand"))
-    assert "doesn't say which direction of which model" in line
     model = "tiny", Run.open(folder).model["weights_hash"]
     SteeringVector(ADD, 2, (TURN,), torch.ones(32), 1.0, *model).save(tmp_path / "v.safetensors")
     line = refused("--vector", str(tmp_path / "v.safetensors"))
-    assert "steering the turn's tokens alone leaves the next token" in line
+    assert "the direction does not reach a KL of 0.1 nats" in line
