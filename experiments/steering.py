@@ -17,7 +17,7 @@ Needs: a judged run with several sampled turns per context. Cost: half an hour o
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -27,7 +27,7 @@ import pandas as pd
 
 from experiments.control import centred_states, halves_of, permuted_probes, random_directions
 from experiments.experiment import Conclusion, Experiment, Model, Unit, flag
-from experiments.shown import Bars, Drawing, only, tables_of
+from experiments.shown import only, tables_of
 from ia_mech.cli import above_zero, path_of
 from ia_mech.errors import UserError
 from ia_mech.estimates import Group, TidyEstimate, all_datasets, by_dataset, p_value, paired_row
@@ -50,7 +50,7 @@ OTHERS = 39  # other directions
 LEAST, SIGNIFICANT = 19, 0.05  # other directions with which such a p can be reached
 RESPONSES = 3  # most contexts of a query
 TOKENS = 24  # of a turn: nearly all of the bits come before (docs/locate.md)
-DIRECTION, OTHER, OTHER_MEAN = "the direction", "other direction", "other directions"
+DIRECTION, OTHER_MEAN = "the direction", "other directions"
 PERMUTED, RANDOM = "probes of permuted labels", "random directions"
 UNFITTED = "Fitted directions favour axes of low variance, these don't: p may be too small. "
 KL, ODDS = "KL at the header", "log-odds, change"
@@ -239,8 +239,6 @@ def estimates(rows: pd.DataFrame, options: dict[str, Any]) -> Iterator[TidyEstim
         for term, some in ((DIRECTION, [0]), (OTHER_MEAN, list(others))):
             yield group.mean(KL, wide["kl"][some].mean(axis=1), least=0, term=term)
             yield group.mean(ODDS, wide["log_odds"][some].mean(axis=1), term=term)
-        for draw in others:
-            yield group.mean(ODDS, others[draw], term=OTHER, draw=draw)
         both = own, own.index, others.mean(axis=1), others.index
         yield paired_row(group, BEYOND, *both, term=DIRECTION)
         each, whole = others.mean().to_numpy(), float(own.mean())
@@ -260,35 +258,31 @@ def is_shown(found: pd.DataFrame) -> bool:
 # -- what runs hold --------------------------------------------------------------------------------
 
 
-def labelled(queries: Iterable[Query], judged: JudgedTurns) -> Iterator[tuple[Query, pd.DataFrame]]:
-    """Queries with their turns, which have a ``label``: 1 of a follow-up, 0 of another turn, NaN of
-    one that is greedy, empty, or not assessed."""
+def contexts_of(
+    queries: Iterable[Query], judged: JudgedTurns, vector: SteeringVector
+) -> Iterator[list[Odds]]:
+    """Each query's contexts with two of their sampled turns each, one that the judge calls a
+    follow-up and one that it doesn't, steered where a vector says."""
     key = ["run", *labels.KEY]
     keys = judged.turns[key].astype({"run": object, "context_id": object})
     verdicts = pd.Series(judged.turns["follow_up"].to_numpy(), pd.MultiIndex.from_frame(keys))
-    for query in queries:
-        turns = query.turns
-        label = verdicts.reindex(pd.MultiIndex.from_frame(turns[key])).to_numpy(dtype=float)
-        used = (turns["temperature"] > 0) & (turns["token_ids"].map(len) > 0)
-        yield query, turns.assign(label=np.where(used, label, np.nan))
-
-
-def contexts_of(query: Query, turns: pd.DataFrame, vector: SteeringVector) -> list[Odds]:
-    """A query's contexts with one follow-up and one other of its :func:`labelled` turns each,
-    steered where a vector says."""
     order = {"label": False, "temperature": False, "sample": True}  # follow-ups first
-    turns = turns.dropna(subset="label")
-    turns = turns.sort_values(list(order), ascending=list(order.values()), kind="stable")
-    each = turns.drop_duplicates(["followed", "label"]).groupby("followed")["token_ids"]
-    both = {k: [ids.tolist()[:TOKENS] for ids in pair] for k, pair in each if len(pair) == 2}
-    return [Odds.of(query, k, vector, both[k]) for k in list(both)[:RESPONSES]]
+    for query in queries:
+        named = pd.MultiIndex.from_frame(query.turns[key])
+        turns = query.turns.assign(label=verdicts.reindex(named).to_numpy(dtype=float))
+        turns = turns[(turns["temperature"] > 0) & (turns["token_ids"].map(len) > 0)]
+        turns = turns.dropna(subset="label")
+        turns = turns.sort_values(list(order), ascending=list(order.values()), kind="stable")
+        each = turns.drop_duplicates(["followed", "label"]).groupby("followed")["token_ids"]
+        both = {k: [ids.tolist()[:TOKENS] for ids in pair] for k, pair in each if len(pair) == 2}
+        yield [Odds.of(query, k, vector, both[k]) for k in list(both)[:RESPONSES]]
 
 
 class Steering(Experiment):
     name = "steering"
     judged = True
     queries_used = 40
-    columns: ClassVar = {"dataset": "str", "term": "str", "draw": "Int64"}
+    columns: ClassVar = {"dataset": "str", "term": "str"}
 
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
@@ -357,8 +351,7 @@ class Steering(Experiment):
 
     def _contexts(self) -> list[Odds]:
         """The contexts with turns to compare."""
-        turns = labelled(self.queries, self.verdicts)
-        each = [contexts_of(query, own, self.vector) for query, own in turns]
+        each = list(contexts_of(self.queries, self.verdicts, self.vector))
         which = "response after which the judge calls some turns follow-ups and not others"
         if (used := sum(map(bool, each))) < 4:
             few = f"{used} queries have a {which}"
@@ -390,9 +383,6 @@ class Steering(Experiment):
                 f"{self.args.kl:g} nats at doses up to {MOST_DOSE:g}",
                 "give another --kl, layer or position",
             )
-        if reached < OTHERS:
-            left_out = f"{OTHERS - reached} {self.others} don't reach the KL"
-            self.notes.append(f"{left_out}; they are left out.")
         self.vector = replace(self.vector, dose=float(found[0]))
         return self.measure_units(self.tried(found), "turns under directions")
 
@@ -405,7 +395,7 @@ class Steering(Experiment):
         columns = {ODDS: "log-odds", BEYOND: "beyond others", RANK: "reached by"}
         return tables_of(
             f"what moves the turns, at one KL ({self.intervals} that chose nothing)",
-            found[found["term"] != OTHER],
+            found,
             {name: (head, 2) for name, head in columns.items()} | {KL: ("KL", 3)},
             index=("dataset", "term"),
             legend="log-odds: change, in nats, of those of follow-ups against other "
@@ -413,13 +403,6 @@ class Steering(Experiment):
             "the share of these that change them as much; KL: of the first token's distribution, "
             "in nats.",
         )
-
-    def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
-        title = f"{self.runs[0].model['name']} · directions of one KL"
-        rows = all_datasets(only(found, ODDS)).copy()
-        rows[["low", "high"]] = rows[["low", "high"]].where(rows["term"] != OTHER)
-        change = "log-odds of follow-ups, change, nats"
-        return {"directions": Bars(title, change, rows)}
 
     def files(self) -> dict[str, Callable[[Path], None]]:
         return {FILE: self.vector.save}
@@ -430,9 +413,6 @@ class Steering(Experiment):
         )
         whole = all_datasets(found)
         beyond, rank = (only(whole, name).iloc[0] for name in (BEYOND, RANK))
-        kl, of_others = (
-            only(whole, KL, term=term)["value"].item() for term in (DIRECTION, OTHER_MEAN)
-        )
         change = self.tested(
             f"change of their log-odds, in nats, minus the mean change by {self.others}",
             only(whole, BEYOND),
@@ -447,8 +427,7 @@ class Steering(Experiment):
         least = 1 / (rank["rows"] + 1)
         control = (
             f"{round(rank['value'] * rank['rows'])} of {rank['rows']} {self.others} do as "
-            f"much, {p_value(rank['p'])} (the least there can be: {least:.3f}). KL "
-            f"at the header: {kl:.3f} nats, that of the others {of_others:.3f}. "
+            f"much, {p_value(rank['p'])} (the least there can be: {least:.3f}). "
             f"{UNFITTED if self.probe is None else ''}{self.gate.short}."
         )
         return Conclusion(sentence, control)

@@ -23,7 +23,6 @@ from experiments.steering import (
     DIRECTION,
     KL,
     ODDS,
-    OTHER,
     OTHER_MEAN,
     RANK,
     Odds,
@@ -242,11 +241,9 @@ def found_along(direction: np.ndarray, seed: int, dose: float = 0.4) -> pd.DataF
 def test_a_planted_direction_is_found():
     found = found_along(planted_direction(), 0)
     assert is_shown(found)
-    rows = found[found["term"] != OTHER].set_index(["quantity", "term"])["value"]
+    rows = found.set_index(["quantity", "term"])["value"]
     assert rows[BEYOND, DIRECTION] == pytest.approx(rows[ODDS, DIRECTION] - rows[ODDS, OTHER_MEAN])
     assert rows[RANK, DIRECTION] == 0 and rows[ODDS, DIRECTION] > 3
-    each = found.loc[found["term"] == OTHER, "value"]
-    assert len(each) == 19 and rows[ODDS, OTHER_MEAN] == pytest.approx(each.mean())
     noise = np.random.default_rng(5).standard_normal(planted.WIDTH)
     assert not is_shown(found_along(noise / np.linalg.norm(noise), 1))
 
@@ -330,7 +327,7 @@ def test_the_command_holds_a_direction_against_random_ones_and_goes_on(folder, s
     assert "random directions" not in outcome.out
     assert "(the least there can be: 0.050)" in outcome.out
     found = pd.read_parquet(out / "estimates.parquet")
-    assert {DIRECTION, OTHER, OTHER_MEAN} == set(found["term"])
+    assert {DIRECTION, OTHER_MEAN} == set(found["term"])
     rows = pd.read_parquet(out / "rows.parquet")
     assert rows["source"].nunique() == 3 and found["sources"].max() == 3
     chosen = SteeringVector.load(out / "vector.safetensors")
