@@ -661,10 +661,3 @@ def lens_masses(run: Run, openings: pd.DataFrame, lens: "Lens", temperature: flo
     every = log_p_by_layer(run, range(len(row)), ids, lens, temperature)
     each = (log_p.exp().double().numpy() for log_p in every)
     return np.array([(values * p).sum(-1).clip(max=1) for p in each])
-
-
-def ahead_for_good(greedy: np.ndarray, rival: np.ndarray) -> np.ndarray:
-    """``[contexts, layers]``: 1 where the first of two log-probabilities is above the second in a
-    layer and in all later ones, else 0; NaN for a context that lacks a value in some layer."""
-    ahead = np.flip(np.logical_and.accumulate(np.flip(greedy > rival, 1), axis=1), 1)
-    return np.where(np.isnan(greedy + rival).any(1, keepdims=True), np.nan, ahead)

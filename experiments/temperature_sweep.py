@@ -5,8 +5,8 @@
 - The first token's distribution at many temperatures, from the header's logits.
 - By how much greedy's token is likelier where a sampled turn leaves the greedy one: for follow-ups,
   minus other turns after the same response at the same temperature.
-- From which layer on, by the logit lens at header_last, the token that opens the greedy turn stays
-  ahead of those that open follow-ups of other queries.
+- By layer, through the logit lens at header_last, how likely the token that opens the greedy turn
+  is, and the likeliest of those that open follow-ups of other queries.
 
 Needs: judged runs with two temperatures or more and all header logits; no model, but for the last
 point its lens, which sampling writes. Cost: a minute for 100 contexts on a CPU.
@@ -24,9 +24,6 @@ import pandas as pd
 
 from experiments.experiment import Conclusion, Experiment
 from experiments.outcome import (
-    BEST,
-    GREEDY,
-    ahead_for_good,
     first_token_curves,
     lens_curves,
     lens_of,
@@ -59,7 +56,7 @@ DEEPER = "gap where greedy leaves minus other turns'"  # after the same response
 DEEPER_FORMED = "gap where greedy leaves minus other well-formed turns'"
 GAP = "median gap where greedy leaves"
 ENTROPY, ENDS, MASS = "first token's entropy", "mass on turn-end", "mass on openings"
-LENS, AHEAD = "log p by the lens", "greedy ahead for good"
+LENS = "log p by the lens"
 
 
 # -- where greedy leaves ---------------------------------------------------------------------------
@@ -82,19 +79,19 @@ def leaving_point(turn: Any, greedy: Any) -> dict[str, float]:
     return {"token": at + 1.0, "rank": float(turn.ranks[at]), "gap": gap}
 
 
-def against_others(frame: pd.DataFrame, column: str) -> tuple[np.ndarray, np.ndarray]:
-    """``[follow-ups]`` values of a column, minus the mean of the turns of the same context and
-    temperature that aren't follow-ups; and their sources.
+def against_others(turns: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
+    """``[follow-ups]`` gaps, minus the mean of the turns of the same context and temperature that
+    aren't follow-ups; and their sources.
 
     Contexts or temperatures with many follow-ups are so never compared with ones that have few.
     Contexts without both kinds of turns are left out.
     """
-    kept = frame[frame[column].notna()]
+    kept = turns[turns["gap"].notna()]
     cells = kept.groupby(["context", "temperature"])["follow_up"]
     kept = kept[(cells.transform("min") == 0) & (cells.transform("max") == 1)]
-    others = kept[column].where(kept["follow_up"] == 0)
+    others = kept["gap"].where(kept["follow_up"] == 0)
     mean = others.groupby([kept["context"], kept["temperature"]]).transform("mean")
-    more = (kept[column] - mean)[kept["follow_up"] == 1]
+    more = (kept["gap"] - mean)[kept["follow_up"] == 1]
     return more.to_numpy(), kept.loc[more.index, "source"].to_numpy()
 
 
@@ -177,8 +174,9 @@ class TemperatureSweep(Experiment):
             group = Group(sources, self.options, {"dataset": dataset})
             first = {term: at[here] for term, at in self.first.items()}
             found += first_token_estimates(group, first, GRID)
-            if self.log_p:
-                found += lens_estimates(group, {term: at[here] for term, at in self.log_p.items()})
+            for term, log_p in self.log_p.items():
+                for layer, values in enumerate(log_p[here].T):
+                    found.append(group.mean(LENS, values, most=0, term=term, layer=layer))
         for dataset, here in by_dataset(rows):
             own = rows[here]
             group = Group(own["source"].to_numpy(), self.options, {"dataset": dataset})
@@ -191,7 +189,7 @@ class TemperatureSweep(Experiment):
     def tables(self, found: pd.DataFrame) -> list[Table]:
         tested = "Holm-corrected p."
         follow_up = found[found["outcome"] == "follow_up"]
-        made = tables_of(
+        rates = tables_of(
             f"follow-ups by temperature ({self.intervals})",
             follow_up,
             {
@@ -206,7 +204,7 @@ class TemperatureSweep(Experiment):
             legend=f"Minus greedy's: the difference, paired by query. {tested} After a wrong "
             "conversation: how often the judge calls the same turns follow-ups there.",
         )
-        made += tables_of(
+        return rates + tables_of(
             f"how deep does greedy decoding hide follow-ups? ({self.intervals})",
             found,
             {
@@ -222,16 +220,6 @@ class TemperatureSweep(Experiment):
             "other turns after the same response at the same temperature. Noise that leads far "
             "from greedy also garbles, and what is garbled isn't a follow-up: minus well-formed "
             f"others' leaves degenerate turns out. {tested}",
-        )
-        return made + tables_of(
-            f"greedy's opening by layer, logit lens ({self.intervals})",
-            all_datasets(found),
-            {AHEAD: ("ahead for good", 2)},
-            index=("layer",),
-            rows="conversations",
-            legend="From this layer on to the last, greedy's opening is likelier than the best "
-            "follow-up opening (header_last).",
-            full=True,
         )
 
     def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
@@ -313,21 +301,10 @@ def depth_estimates(group: Group, turns: pd.DataFrame, **names: Any) -> Iterator
             yield own.median(GAP, at["gap"], term=term, **names)
     formed = turns[turns["category"] != GARBLED]
     for quantity, rows in ((DEEPER, turns), (DEEPER_FORMED, formed)):
-        more, sources = against_others(rows, "gap")
+        more, sources = against_others(rows)
         if len(more):
             pair = more, sources, 0 * more, sources
             yield paired_row(group, quantity, *pair, term=FOLLOW_UPS, **names)
-
-
-def lens_estimates(group: Group, log_p: dict[str, np.ndarray]) -> Iterator[TidyEstimate]:
-    """By layer, the lens's log-probability of both openings, and whether greedy's stays ahead."""
-    for term, values in log_p.items():
-        for layer in range(values.shape[1]):
-            yield group.mean(LENS, values[:, layer], most=0, term=term, layer=layer)
-    ahead = ahead_for_good(log_p[GREEDY], log_p[BEST])
-    if not np.isnan(ahead).all():
-        for layer in range(ahead.shape[1]):
-            yield group.mean(AHEAD, ahead[:, layer], proportion=True, layer=layer)
 
 
 main = TemperatureSweep.main

@@ -18,7 +18,6 @@ from shell import call, refusal
 from experiments.outcome import (
     BEST,
     GREEDY,
-    ahead_for_good,
     first_token_masses,
     openings_of,
 )
@@ -147,20 +146,10 @@ def test_follow_up_turns_are_compared_within_context_and_temperature():
     rows = [("x", 1.0, 1, 4.0), ("x", 1.0, 0, 1.0), ("x", 1.0, 0, 2.0), ("x", 1.3, 1, 50.0)]
     rows += [("y", 1.0, 0, 9.0), ("z", 1.3, 1, 1.0), ("z", 1.3, 1, 3.0), ("z", 1.3, 0, 7.0)]
     rows += [("z", 1.3, 0, NAN)]
-    frame = pd.DataFrame(rows, columns=["context", "temperature", "follow_up", "value"])
-    values, of = against_others(frame.assign(source=frame["context"]), "value")
+    frame = pd.DataFrame(rows, columns=["context", "temperature", "follow_up", "gap"])
+    values, of = against_others(frame.assign(source=frame["context"]))
     assert values.tolist() == [2.5, -6.0, -4.0]  # minus 1.5 in x, minus 7 in z
     assert of.tolist() == ["x", "z", "z"]
-
-
-# -- logit lens -----------------------------------------------------------------------------------
-
-
-def test_ahead_is_for_good():
-    greedy = np.array([[1, 0, 1, 1], [0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 1], [1, NAN, 1, 1]])
-    found = ahead_for_good(greedy, np.full(greedy.shape, 0.5))
-    expected = [[0, 0, 1, 1], [0] * 4, [1] * 4, [0, 0, 0, 1], [NAN] * 4]
-    np.testing.assert_array_equal(found, expected)
 
 
 # -- runs of a tiny model --------------------------------------------------------------------------
