@@ -49,9 +49,13 @@ if TYPE_CHECKING:
 
 VECTORS = LEARNED, PERMUTED = "follow-ups", "permuted labels"  # what they are of
 UNSTEERED = "unsteered"
-OF_MASS, OF_ROLE = "follow-up mass", "mass in role"
-GREEDY, GREEDY_ROLE, KL = "greedy follow-ups", "greedy in role", "KL at the header"
-SHARES = OF_MASS, OF_ROLE, GREEDY, GREEDY_ROLE
+OF_MASS, GREEDY, GREEDY_ROLE, KL = (
+    "follow-up mass",
+    "greedy follow-ups",
+    "greedy in role",
+    "KL at the header",
+)
+SHARES = OF_MASS, GREEDY, GREEDY_ROLE
 COMPARED, ALONE = dict.fromkeys(SHARES, (0.0, 1.0)), {KL: (0.0, np.inf)}
 DRAWN = 8  # first tokens of a context to learn from, drawn by their probability
 DOSED = 24  # contexts, at most, drawn to seek a dose on
@@ -67,24 +71,20 @@ class FirstTokens(SteeredContext):
     Attributes:
         context_id: its name.
         firsts, p: ids of first tokens, and the probability of each.
-        labels: of each whether it leads to a follow-up, and whether to a turn in role.
+        follow_up: of each, 1 if it leads to a follow-up, else 0.
         temperature: of the first token.
     """
 
     context_id: str
     firsts: tuple[int, ...]
     p: tuple[float, ...]
-    labels: tuple[tuple[float, float], ...]
+    follow_up: tuple[float, ...]
     temperature: float
-
-    @property
-    def follow_up(self) -> np.ndarray:
-        return np.array(self.labels)[:, 0]
 
     @property
     def teaches(self) -> bool:
         """Whether some of its first tokens lead to follow-ups, and others don't."""
-        return 0 < self.follow_up.sum() < len(self.labels)
+        return 0 < sum(self.follow_up) < len(self.follow_up)
 
     def drawn(self, permuted: bool, rng: np.random.Generator) -> list[SteeredContext]:
         """The context with first tokens that lead to follow-ups, drawn by their probability, each
@@ -95,13 +95,12 @@ class FirstTokens(SteeredContext):
         return [replace(self, turns=((token,),)) for token in tokens]
 
     def rows(self, model: Model) -> pd.DataFrame:
-        """A row without a direction, and one under each: the masses, and the KL."""
+        """A row without a direction, and one under each: the mass, and the KL."""
         _, log, kl = self.scores(model.after([self.prefix]))
         p = np.exp(log_softmax(log / self.temperature, axis=1)[:, list(self.firsts)])
-        of_mass, of_role = (p @ np.array(self.labels)).T.clip(0, 1)  # rounding
-        values = {OF_MASS: of_mass, OF_ROLE: of_role, KL: kl}
+        mass = (p @ np.array(self.follow_up)).clip(0, 1)  # rounding
         names = {"draw": range(len(log)), "context_id": self.context_id}
-        return pd.DataFrame(names | values)
+        return pd.DataFrame(names | {OF_MASS: mass, KL: kl})
 
 
 # -- learned ---------------------------------------------------------------------------------------
@@ -258,13 +257,12 @@ class MassVector(Arms):
             assessed = found[found[SHARE].notna()]
             for key, own in assessed.groupby(["dataset", "context_id"], sort=False):
                 if place := places.get((str(run.path), *key)):
-                    labels = tuple(map(tuple, own[[SHARE, IN_ROLE]].to_numpy().tolist()))
                     yield FirstTokens.of(
                         *(*place, vector, ((0,),)),
                         context_id=key[1],
                         firsts=tuple(own["token"].tolist()),
                         p=tuple(own["p"].tolist()),
-                        labels=labels,
+                        follow_up=tuple(own[SHARE].tolist()),
                         temperature=self.args.temperature,
                     )
 
@@ -358,8 +356,8 @@ class MassVector(Arms):
     def tables(self, found: pd.DataFrame) -> list[Table]:
         made = []
         for title, quantities, more in (
-            ("the mass of first tokens under a vector", SHARES[:2], {KL: (KL, 2)}),
-            ("greedy turns under a vector", SHARES[2:], {}),
+            ("the mass of first tokens under a vector", SHARES[:1], {KL: (KL, 2)}),
+            ("greedy turns under a vector", SHARES[1:], {}),
         ):
             columns = [item for one in quantities for item in self.columns_of(one, one).items()]
             made += tables_of(

@@ -23,7 +23,6 @@ from experiments.mass_vector import (
     KL,
     LEARNED,
     OF_MASS,
-    OF_ROLE,
     FirstTokens,
     Learning,
     MassVector,
@@ -50,8 +49,8 @@ def test_a_vector_that_is_learned_from_first_tokens_moves_their_mass_at_its_kl(a
     for seed in range(6):
         ids = tuple(tiny.prompt(12 + seed, seed))
         where = ids, 2, (len(ids) - 1,), False, ((0,),)
-        labels = tuple((float(token in LIKED), 1.0) for token in TOKENS)
-        names = {"context_id": "", "firsts": TOKENS, "p": (0.01,) * 20, "labels": labels}
+        labels = tuple(float(token in LIKED) for token in TOKENS)
+        names = {"context_id": "", "firsts": TOKENS, "p": (0.01,) * 20, "follow_up": labels}
         contexts.append(FirstTokens("q", "", 1, *where, **names, temperature=0.7))
     taught = tuple(replace(one, turns=((token,),)) for one in contexts for token in LIKED)
     unit = Learning("", "", 1, taught, 10, 0)
@@ -69,7 +68,6 @@ def test_a_vector_that_is_learned_from_first_tokens_moves_their_mass_at_its_kl(a
     logits = network(torch.tensor([contexts[0].ids])).logits[0, -1]
     p = (logits / 0.7).softmax(-1)
     assert plain[OF_MASS].iloc[0] == pytest.approx(float(p[list(LIKED)].sum()), rel=1e-4)
-    assert plain[OF_ROLE].iloc[0] == pytest.approx(float(p[list(TOKENS)].sum()), rel=1e-4)
 
 
 def test_recurrent_layers_without_a_gradient_are_refused_by_name():
