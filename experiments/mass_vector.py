@@ -1,22 +1,18 @@
 """Does a vector at the user header that raises the follow-up mass change the greedy turn, too?
 
 ``ia-mech mass`` tells which first tokens of a user turn lead to a follow-up. On half of the
-queries, a vector is learned by gradient that makes these tokens likely: it is added after one layer
-to the state of the header's last token. It is tried on the other half. After that the halves change
-places. The follow-up mass is the probability of the same tokens; the greedy turn is written under
-the vector and judged anew. The control is a vector that is learned in the same way from as many
-first tokens, whose labels have changed places at random within each conversation. Each vector has
-the dose at which its KL at the header is the same (--kl) on 24 conversations, drawn from those
-that it was learned from; the KL on the others is reported. Labels of first tokens are those
-of turns without a vector. Of several --layers each has its own vectors, and p values are corrected
-over them. Intervals are over queries, for these very vectors.
+queries, a vector that makes these tokens likely is learned by gradient; it is added to the state of
+the header's last token after one layer. On the other half, the mass of the same tokens is measured
+under it, and greedy turns are written and judged. After that the halves change places. The control
+is learned in the same way after the labels of first tokens have changed places at random within
+each conversation. Each vector has the dose at which its KL at the header is --kl on 24
+conversations of the half that learned it. Intervals are over queries, for these very vectors.
 
 Needs: ``ia-mech mass`` of each run by the same judge, and a model whose passes have gradients.
-Cost, at each layer: minutes (135M, two cores), and two greedy turns after each conversation.
+Cost: minutes (135M, two cores), and two greedy turns after each conversation.
 
     ia-mech mass cache/RUN
-    ia-mech mass-vector cache/RUN
-    ia-mech mass-vector cache/RUN --layers 8 15 22
+    ia-mech mass-vector cache/RUN --layer 15
 """
 
 import argparse
@@ -24,7 +20,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -38,7 +33,7 @@ from experiments.grid import TEMPERATURE
 from experiments.judged import Arms
 from experiments.mass import SHARE
 from experiments.outcome import IN_ROLE, RATE
-from experiments.shown import Bars, Drawing, Lines, only, spans, tables_of, told
+from experiments.shown import Bars, Drawing, only, tables_of, told
 from experiments.steering import FILE, SteeredContext, dosing
 from ia_mech.cli import above_zero, whole_from
 from ia_mech.errors import UserError
@@ -53,16 +48,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 VECTORS = LEARNED, PERMUTED = "follow-ups", "permuted labels"  # what they are of
-UNSTEERED, NO_LAYER = "unsteered", -1
-OF_MASS, OF_ROLE, REST = "follow-up mass", "mass in role", "not covered"
-GREEDY, GREEDY_ROLE, KL = "greedy follow-ups", "greedy in role", "KL at the header"
-SHARES = OF_MASS, OF_ROLE, GREEDY, GREEDY_ROLE
-COMPARED, ALONE = dict.fromkeys(SHARES, (0.0, 1.0)), {REST: (0.0, 1.0), KL: (0.0, np.inf)}
+UNSTEERED = "unsteered"
+OF_MASS, GREEDY, GREEDY_ROLE, KL = (
+    "follow-up mass",
+    "greedy follow-ups",
+    "greedy in role",
+    "KL at the header",
+)
+SHARES = OF_MASS, GREEDY, GREEDY_ROLE
+COMPARED, ALONE = dict.fromkeys(SHARES, (0.0, 1.0)), {KL: (0.0, np.inf)}
 DRAWN = 8  # first tokens of a context to learn from, drawn by their probability
 DOSED = 24  # contexts, at most, drawn to seek a dose on
 BATCH, CHANGE = 12, 0.1  # first tokens of a step of Adam, most change of a unit vector
 DOSE = 0.5  # length of a vector while it is learned, in norms of the state that it is added to
-Name = tuple[int, int, str]  # of a vector: the half that learns it, the layer, what it is of
+Name = tuple[int, str]  # of a vector: the half that learns it, and what it is of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,24 +71,20 @@ class FirstTokens(SteeredContext):
     Attributes:
         context_id: its name.
         firsts, p: ids of first tokens, and the probability of each.
-        labels: of each whether it leads to a follow-up, and whether to a turn in role.
+        follow_up: of each, 1 if it leads to a follow-up, else 0.
         temperature: of the first token.
     """
 
     context_id: str
     firsts: tuple[int, ...]
     p: tuple[float, ...]
-    labels: tuple[tuple[float, float], ...]
+    follow_up: tuple[float, ...]
     temperature: float
-
-    @property
-    def follow_up(self) -> np.ndarray:
-        return np.array(self.labels)[:, 0]
 
     @property
     def teaches(self) -> bool:
         """Whether some of its first tokens lead to follow-ups, and others don't."""
-        return 0 < self.follow_up.sum() < len(self.labels)
+        return 0 < sum(self.follow_up) < len(self.follow_up)
 
     def drawn(self, permuted: bool, rng: np.random.Generator) -> list[SteeredContext]:
         """The context with first tokens that lead to follow-ups, drawn by their probability, each
@@ -100,13 +95,12 @@ class FirstTokens(SteeredContext):
         return [replace(self, turns=((token,),)) for token in tokens]
 
     def rows(self, model: Model) -> pd.DataFrame:
-        """A row without a direction, and one under each: the layer, the masses, and the KL."""
+        """A row without a direction, and one under each: the mass, and the KL."""
         _, log, kl = self.scores(model.after([self.prefix]))
         p = np.exp(log_softmax(log / self.temperature, axis=1)[:, list(self.firsts)])
-        of_mass, of_role = (p @ np.array(self.labels)).T.clip(0, 1)  # rounding
-        values = {OF_MASS: of_mass, OF_ROLE: of_role, REST: (1 - p.sum(1)).clip(0, 1), KL: kl}
-        names = {"context_id": self.context_id, "layer": self.layer}
-        return pd.DataFrame({"draw": range(len(log)), **names, **values})
+        mass = (p @ np.array(self.follow_up)).clip(0, 1)  # rounding
+        names = {"draw": range(len(log)), "context_id": self.context_id}
+        return pd.DataFrame(names | {OF_MASS: mass, KL: kl})
 
 
 # -- learned ---------------------------------------------------------------------------------------
@@ -187,7 +181,7 @@ class MassVector(Arms):
     :meth:`read` sets these.
 
     Attributes:
-        layers: after which vectors are added.
+        layer: after which vectors are added.
         halves: of each half of the queries the contexts.
         taught: of each vector the contexts that it is learned from, each with a token that is to
             become likely.
@@ -196,24 +190,24 @@ class MassVector(Arms):
 
     name = "mass_vector"
     queries_used = 60
-    by = ("layer", "term")
+    by = ("term",)
     positions = ("header_last",)
     shares = SHARES
-    layers: Sequence[int]
+    layer: int
     halves: list[list[FirstTokens]]
     taught: dict[Name, tuple[SteeredContext, ...]]
     tried: list[pd.DataFrame]
     less: ClassVar = {
         "minus permuted": {"term": PERMUTED},
-        "minus unsteered": {"layer": NO_LAYER, "term": UNSTEERED},
+        "minus unsteered": {"term": UNSTEERED},
     }
-    columns: ClassVar[Mapping[str, str]] = {"dataset": "str", "term": "str", "layer": "Int64"}
+    columns: ClassVar[Mapping[str, str]] = {"dataset": "str", "term": "str"}
 
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
         add = partial(flag, parser)
         after = "after which vectors are added (default: the middle one)"
-        add("--layers", whole_from(0), None, after, nargs="+", metavar="L")
+        add("--layer", whole_from(0), None, after, metavar="L")
         add("--steps", whole_from(1), 30, f"of {BATCH} tokens, to learn a vector", metavar="N")
         add("--kl", above_zero, 0.1, "at the header under every vector, in nats", metavar="NATS")
         add("--temperature", above_zero, TEMPERATURE, "of the first token", metavar="T")
@@ -221,14 +215,15 @@ class MassVector(Arms):
     # -- read -------------------------------------------------------------------------------------
 
     def read(self) -> None:
-        """Find the layers, and the first tokens of each context of both halves."""
+        """Find the layer, and the first tokens of each context of both halves."""
         model, seed = self.runs[0].model, self.args.seed
         names = list(self.runs[0].contexts["positions"].iloc[0])
-        self.layers = sorted(set(self.args.layers or [model["layers"] // 2]))
-        for layer in self.layers:
-            self.anything(layer).check(model["layers"], model["d_model"], names)
+        middle = model["layers"] // 2
+        self.layer = middle if self.args.layer is None else self.args.layer
+        some_vector = self.vector(np.ones(model["d_model"]))
+        some_vector.check(model["layers"], model["d_model"], names)
         of = halves_of((query.source for query in self.queries), seed)
-        each = list(self._first_tokens())
+        each = list(self._first_tokens(some_vector))
         self.halves = [[one for one in each if of[one.source] == half] for half in (0, 1)]
         self.taught = {}
         for half, own in enumerate(self.halves):
@@ -239,18 +234,18 @@ class MassVector(Arms):
                     "tokens lead to follow-ups, and others don't",
                     "measure the mass of more queries: ia-mech mass with --queries",
                 )
-            for layer, term in product(self.layers, VECTORS):
-                rng = np.random.default_rng([seed, 5, half])  # the same tokens for each layer
+            for term in VECTORS:
+                rng = np.random.default_rng([seed, 5, half])
                 drawn = (context for one in some for context in one.drawn(term == PERMUTED, rng))
-                self.taught[half, layer, term] = tuple(replace(one, layer=layer) for one in drawn)
+                self.taught[half, term] = tuple(drawn)
         contexts = pd.concat([query.contexts for query in self.queries])
         contexts.index = pd.MultiIndex.from_frame(contexts[["dataset", "context_id"]])
         keys = [[(one.dataset, one.context_id) for one in own] for own in self.halves]
         self.tried = [contexts.loc[those].reset_index(drop=True) for those in keys[::-1]]
 
-    def _first_tokens(self) -> Iterator[FirstTokens]:
-        """Contexts with their first tokens; of each run those of its own, as ``ia-mech mass`` of
-        several runs writes all of them to the first one."""
+    def _first_tokens(self, vector: SteeringVector) -> Iterator[FirstTokens]:
+        """Contexts with their first tokens, steered where a vector says; of each run those of its
+        own, as ``ia-mech mass`` of several runs writes all of them to the first one."""
         places = {
             (row.run, row.dataset, row.context_id): (query, row.Index)
             for query in self.queries
@@ -262,35 +257,26 @@ class MassVector(Arms):
             assessed = found[found[SHARE].notna()]
             for key, own in assessed.groupby(["dataset", "context_id"], sort=False):
                 if place := places.get((str(run.path), *key)):
-                    labels = tuple(map(tuple, own[[SHARE, IN_ROLE]].to_numpy().tolist()))
                     yield FirstTokens.of(
-                        *(*place, self.anything(self.layers[0]), ((0,),)),
+                        *(*place, vector, ((0,),)),
                         context_id=key[1],
                         firsts=tuple(own["token"].tolist()),
                         p=tuple(own["p"].tolist()),
-                        labels=labels,
+                        follow_up=tuple(own[SHARE].tolist()),
                         temperature=self.args.temperature,
                     )
 
-    def vector(self, layer: int, direction: np.ndarray, dose: float = 1.0) -> SteeringVector:
-        """A direction as what is added after a layer."""
+    def vector(self, direction: np.ndarray, dose: float = 1.0) -> SteeringVector:
+        """A direction as what is added."""
         import torch
 
         model, along = self.runs[0].model, torch.tensor([*direction], dtype=torch.float32)
-        what = ADD, layer, self.positions, along, dose
+        what = ADD, self.layer, self.positions, along, dose
         return SteeringVector(*what, model["name"], model["weights_hash"])
-
-    def anything(self, layer: int) -> SteeringVector:
-        """Some vector after a layer."""
-        return self.vector(layer, np.ones(self.runs[0].model["d_model"]))
 
     @cached_property
     def contexts(self) -> pd.DataFrame:
         return pd.concat(self.tried, ignore_index=True)
-
-    @property
-    def tests_made(self) -> int:
-        return len(self.layers)
 
     # -- measure ----------------------------------------------------------------------------------
 
@@ -305,9 +291,8 @@ class MassVector(Arms):
         return found
 
     def plan(self) -> dict[str, str]:
-        vectors = len(self.layers) * len(VECTORS)
-        more = f"{len(self.contexts)} conversations under each of {vectors} vectors, a greedy turn "
-        return super().plan() | {"then to sample": f"{more}after each"}
+        more = f"{len(self.contexts)} conversations, a greedy turn after each, under two vectors"
+        return super().plan() | {"then to sample": more}
 
     @cached_property
     def directions(self) -> dict[Name, np.ndarray]:
@@ -320,48 +305,43 @@ class MassVector(Arms):
         """The learned vectors, each with the dose at which it has the KL in some contexts of the
         half that learned it."""
         searches = []
-        for half, layer in product((0, 1), self.layers):
-            own = self.halves[half]
+        for half, own in enumerate(self.halves):
             drawn = np.random.default_rng([self.args.seed, 6, half]).permutation(len(own))[:DOSED]
-            some = [replace(own[at], layer=layer) for at in sorted(drawn)]
-            along = [self.directions[half, layer, term] for term in VECTORS]
+            some = [own[at] for at in sorted(drawn)]
+            along = [self.directions[half, term] for term in VECTORS]
             searches.append(dosing(f"half {half + 1}", some, along, self.args.kl))
         doses = self.measure_units(searches, "doses of one KL")["dose"].tolist()
-        found = dict(zip(self.directions, doses, strict=True))
-        if lacking := {layer for (_, layer, _), dose in found.items() if np.isnan(dose)}:
-            where = f"after layer {spans(lacking)}"
+        if np.isnan(doses).any():
             raise UserError(
-                f"no dose has a KL of {self.args.kl:g} {where}", "give another --kl, or --layers"
+                f"no dose has a KL of {self.args.kl:g} after layer {self.layer}",
+                "give another --kl, or --layer",
             )
-        return {
-            name: self.vector(name[1], self.directions[name], dose) for name, dose in found.items()
-        }
+        pairs = zip(self.directions.items(), doses, strict=True)
+        return {name: self.vector(direction, dose) for (name, direction), dose in pairs}
 
     def compared(self) -> Iterator[tuple[dict[str, Any], Sequence[Run]]]:
         """The turns as they are, then those of each half under what the other has learned. A
         vector is kept beside its turns."""
-        yield {"layer": NO_LAYER, "term": UNSTEERED}, self.runs
-        for (half, layer, term), vector in self.vectors.items():
-            name = f"layer {layer} {term} {half + 1}"
+        yield {"term": UNSTEERED}, self.runs
+        for (half, term), vector in self.vectors.items():
+            name = f"layer {self.layer} {term} {half + 1}"
             folder = self.place(name)
             folder.mkdir(parents=True, exist_ok=True)
             vector.save(folder / FILE)
             settings = {"temperatures": (), "intervention": folder / FILE}
             run = self.sample(name, Arm(conversations_of(self.tried[half]), settings))
-            yield {"layer": layer, "term": term}, [run]
+            yield {"term": term}, [run]
 
     def rows(self) -> pd.DataFrame:
         """A row per context without a vector, and under each."""
         greedy, tried = super().rows().rename(columns={RATE: GREEDY, IN_ROLE: GREEDY_ROLE}), []
-        for half, layer in product((0, 1), self.layers):
-            own = [self.vectors[half, layer, term] for term in VECTORS]
+        for half in (0, 1):
+            own = [self.vectors[half, term] for term in VECTORS]
             what = [one.direction.tolist() for one in own], [one.dose for one in own]
-            tried += [replace(one, layer=layer).under(*what) for one in self.halves[1 - half]]
+            tried += [one.under(*what) for one in self.halves[1 - half]]
         found = self.measure_units(tried, "masses under vectors")
-        terms = found.pop("draw").map(dict(enumerate((UNSTEERED, *VECTORS))))
-        found = found.assign(term=terms, layer=found["layer"].where(terms != UNSTEERED, NO_LAYER))
-        keys = ["layer", "term", "dataset", "context_id"]
-        found = found.drop_duplicates(keys)  # without a vector all layers give the same
+        found["term"] = found.pop("draw").map(dict(enumerate((UNSTEERED, *VECTORS))))
+        keys = ["term", "dataset", "context_id"]
         those = greedy.loc[greedy["temperature"] == 0, [*keys, GREEDY, GREEDY_ROLE]]
         return found.merge(those, on=keys, how="left", validate="one_to_one")
 
@@ -369,28 +349,22 @@ class MassVector(Arms):
 
     def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
         rows = rows.assign(**{KL: rows[KL].where(rows["term"] != UNSTEERED)})
-        found = [*self.compare(rows, COMPARED), *self.compare(rows, ALONE, less={})]
-        return [
-            replace(one, names=one.names | {"layer": None})
-            if one.names["layer"] == NO_LAYER
-            else one
-            for one in found
-        ]
+        return [*self.compare(rows, COMPARED), *self.compare(rows, ALONE, less={})]
 
     # -- say --------------------------------------------------------------------------------------
 
     def tables(self, found: pd.DataFrame) -> list[Table]:
         made = []
         for title, quantities, more in (
-            ("the mass of first tokens under a vector", SHARES[:2], {KL: (KL, 2)}),
-            ("greedy turns under a vector", SHARES[2:], {}),
+            ("the mass of first tokens under a vector", SHARES[:1], {KL: (KL, 2)}),
+            ("greedy turns under a vector", SHARES[1:], {}),
         ):
             columns = [item for one in quantities for item in self.columns_of(one, one).items()]
             made += tables_of(
-                f"{title}, at {self.positions[0]} ({self.intervals})",
+                f"{title} after layer {self.layer} ({self.intervals})",
                 found,
                 dict(columns) | more,
-                index=("layer", "term"),
+                index=("term",),
                 rows="conversations",
                 legend="The vectors were learned on the other half of the queries. Minus: paired "
                 "by query; p is for these very vectors, Holm-corrected over those of a column.",
@@ -399,38 +373,22 @@ class MassVector(Arms):
 
     def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
         rows = all_datasets(found)
-        title = f"{self.runs[0].model['name']}, T = {self.args.temperature:g}"
-        if len(self.layers) > 1:
-            apart = {f"{one}, minus permuted": one for one in (OF_MASS, GREEDY)}
-            rows = rows[rows["quantity"].isin(list(apart)) & (rows["term"] == LEARNED)]
-            rows = rows.assign(quantity=rows["quantity"].replace(apart))
-            words = title, "after layer", "share, vector minus control", rows
-            return {"moved": Lines(*words, across="layer", by="quantity", levels={"": 0.0})}
         shown = rows[rows["quantity"].isin(SHARES)]
-        title += f", after layer {self.layers[0]}"
+        title = f"{self.runs[0].model['name']}, T = {self.args.temperature:g}"
+        title += f", after layer {self.layer}"
         return {"moved": Bars(title, "share", shown, names="quantity", by="term")}
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         whole = all_datasets(found)
 
-        def said(quantity: str, term: str) -> str:
-            return told(whole, quantity, term=term)
-
         def moved(what: str, quantity: str) -> str:
-            contrast = f"{quantity}, minus permuted"
-            apart = [
-                f"{told(whole, contrast, '+.2f', layer=layer)} after layer {layer}"
-                for layer in self.layers
-            ]
-            if len(apart) > 1:
-                return (
-                    f"{what} is {said(quantity, UNSTEERED)} without a vector; vector minus control "
-                    f"is {', '.join(apart)}"
-                )
+            learned, permuted, without = (
+                told(whole, quantity, term=term) for term in (LEARNED, PERMUTED, UNSTEERED)
+            )
+            apart = told(whole, f"{quantity}, minus permuted", "+.2f")
             return (
-                f"{what} is {said(quantity, LEARNED)} under the vector, "
-                f"{said(quantity, PERMUTED)} under the control and {said(quantity, UNSTEERED)} "
-                f"without one (vector minus control {told(whole, contrast, '+.2f')})"
+                f"{what} is {learned} under the vector, {permuted} under the control and "
+                f"{without} without one (vector minus control {apart})"
             )
 
         kl = only(whole, KL)["value"]

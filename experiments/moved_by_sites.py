@@ -23,12 +23,10 @@ from experiments.change import (
     Ids,
     Splice,
 )
-from experiments.control import ARMS, RATIO, donors_among_siblings
+from experiments.control import ARMS, donors_among_siblings
 from experiments.experiment import Model, Unit
 from experiments.grid import SIBLINGS
 from experiments.moved_mass import MovedMass, OfOpenings
-from experiments.shown import told
-from ia_mech.results import SHARE as AS_SHARE
 from ia_mech.run import Run
 
 WAYS = {
@@ -155,6 +153,3 @@ class MovedBySites(MovedMass):
         for term in moved["term"]:
             rows = moved[moved["term"] == term]
             yield self.tested(f"with {WAYS[term]} it moves by", rows, most=1)
-        shares = [(term, told(whole, RATIO, AS_SHARE, term=term)) for term in moved["term"]]
-        if each := "; ".join(f"{term} {share}" for term, share in shares if share):
-            yield f"Of the donors' own difference: {each}; they need not sum to the whole."

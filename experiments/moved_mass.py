@@ -2,13 +2,13 @@
 
 The recipient is a context whose greedy turn isn't a follow-up. Its openings are its own likeliest
 first tokens, each judged by its greedy continuation (:mod:`experiments.mass`). With a part of a
-donor the mass is the probability of those openings whose turn is a follow-up. Nothing is drawn.
-What a token opens is taken from the recipient as it is. Donors are contexts of other queries: one
-with a high mass of its own, one with a low one, and two with equal masses.
+donor the mass is the probability of those openings whose turn is a follow-up; nothing is drawn.
+Donors are contexts of other queries: one with a high mass of its own, one with a low one, and two
+with equal masses.
 
-A state of the residual stream brings all that was computed below it. What one layer's attention or
-MLP adds to the stream is a single addition, which later layers read as they read the recipient's:
-``ia-mech capture`` keeps these, and they are put in by layer, and in all of these layers together.
+A state of the residual stream brings all that was computed below it. What one layer's attention
+or MLP adds to the stream (``ia-mech capture`` keeps it) is put in by layer, and in all layers
+together.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -43,7 +43,7 @@ from ia_mech.cli import shell_word
 from ia_mech.errors import UserError
 from ia_mech.estimates import Group, TidyEstimate, all_datasets, by_dataset, holm_corrected
 from ia_mech.run import Run, layout
-from ia_mech.run.tokens import ATTN, RESID
+from ia_mech.run.tokens import RESID
 from ia_mech.stats import Estimate, dyadic_test
 
 if TYPE_CHECKING:  # this loads torch
@@ -52,6 +52,7 @@ if TYPE_CHECKING:  # this loads torch
 OF_COVERED = "donors' own difference, of what is covered"
 TOGETHER = "together"  # the term of what is put in in all layers that were asked for
 HEADER_END = "header:-1"  # as ia-mech capture calls HEADER_LAST
+CELLS = 32  # in a pass, at most
 Place = tuple[str, int, tuple[int, ...]]  # component, layer, tokens
 
 
@@ -128,8 +129,7 @@ class MassUnder(OfOpenings):
         from ia_mech.engine.components import hook_branches, keeping
         from ia_mech.engine.intervene import Replace
         from ia_mech.engine.memory import allowed
-        from ia_mech.engine.score import LOGITS, STATE_BYTES
-        from ia_mech.engine.state import Prefix, copied_bytes, expand, forward, prefill
+        from ia_mech.engine.state import Prefix, expand, forward, prefill
 
         subject, begin = model.subject.model, len(self.context) - self.tail
         if any(place[0] != RESID for *_, places in self.cells for place in places):
@@ -162,10 +162,7 @@ class MassUnder(OfOpenings):
         with torch.inference_mode():
             group = prefill(subject, [Prefix(self.context[:begin])])
             model.on_tokens(begin)
-            device, vocab = subject.device.type, group.logits.shape[-1]
-            bytes_each = max(1, copied_bytes(subject, [group], self.tail))
-            limits = allowed(LOGITS[device]) // vocab, allowed(STATE_BYTES[device]) // bytes_each
-            step = max(1, min(limits))
+            step = allowed(CELLS)
             for at in range(0, len(self.cells), step):
                 cells, states = self.cells[at : at + step], self.states[at : at + step]
                 plain, own = passed([()] * len(cells))
@@ -242,22 +239,13 @@ class MovedMass(FollowUps):
         )
 
     def _as_they_are(self, masses: Run) -> set[str]:
-        """The runs' contexts that have a mass.
+        """The runs' contexts that have a mass, with the tokens that they had then."""
 
-        Raises:
-            UserError: one was another when its mass was measured.
-        """
-        keys = ["dataset", "context_id"]
-        mine = pd.concat([run.contexts[[*keys, "token_ids"]] for run in self.runs])
-        both = mine.merge(masses.contexts[[*keys, "token_ids"]], on=keys)
-        pairs = zip(both["token_ids_x"], both["token_ids_y"], strict=True)
-        if not all(np.array_equal(*pair) for pair in pairs):
-            path = self.runs[0].path
-            raise UserError(
-                f"{masses.path} holds masses of other conversations than {path}",
-                f"remove it, and run ia-mech mass {shell_word(path)} again",
-            )
-        return {*both["context_id"]}
+        def known(run: Run) -> set[tuple]:
+            return {(one.context_id, *one.token_ids) for one in run.contexts.itertuples()}
+
+        mine = set[tuple]().union(*map(known, self.runs))
+        return {name for name, *_ in mine & known(masses)}
 
     # -- measured ---------------------------------------------------------------------------------
 
@@ -299,19 +287,20 @@ class MovedMass(FollowUps):
         def family(row: TidyEstimate) -> tuple:
             return row.quantity, row.names["dataset"], trivial(row), row.names.get("layer") is None
 
-        found = [row for row in self.cell_estimates(rows) if row.quantity != DONORS]
-        for row in [row for row in found if row.quantity == MOVED and trivial(row)]:
-            names = {name: row.names[name] for name in row.names if name not in CELL}
-            found.append(replace(row, quantity=DONORS, names=names))
+        found = []
+        for row in self.cell_estimates(rows):
+            if row.quantity != DONORS:
+                found.append(row)
+            if row.quantity == MOVED and trivial(row):
+                names = {"dataset": row.names["dataset"]}
+                found.append(replace(row, quantity=DONORS, names=names))
         for dataset, here in by_dataset(rows):
-            each = rows[here].drop_duplicates("source")
-            own = Group(each["source"].to_numpy(), self.options, {"dataset": dataset})
-            found.append(own.mean(OWN_MASS, each[f"mass {HIGH}"] - each[f"mass {LOW}"]))
             last = rows[here & self.at_ceiling(rows)]
+            own = Group(last["source"].to_numpy(), self.options, {"dataset": dataset})
+            found.append(own.mean(OWN_MASS, last[f"mass {HIGH}"] - last[f"mass {LOW}"]))
             held = {arm: last[arm] / last[f"{COVERED} {arm}"] for arm in (HIGH, LOW)}
             queries = (last[name] for name in ("source", f"query {HIGH}", f"query {LOW}"))
             test = dyadic_test(held[HIGH] - held[LOW], *queries, level=self.args.level)
-            own = Group(last["source"].to_numpy(), self.options, {"dataset": dataset})
             found.append(own.row(OF_COVERED, test.difference, len(last), p=test.p, test=test.test))
         return holm_corrected(found, family)
 
@@ -323,11 +312,9 @@ class MovedMass(FollowUps):
             "Paired by recipient, intervals over recipients' and donors' queries; p: "
             "Holm-corrected over the other lines. In role: the mass of first tokens whose turn "
             "stays in the user's role; once in role: the follow-up mass as a share of it. Covered: "
-            "the probability of the recipient's openings, without which a first token counts as "
-            "none.",
+            "the probability of the recipient's openings; other first tokens count as none.",
             "Donors: their own distributions on the recipient's openings. By their own openings: "
-            "their masses, by which they were chosen. What isn't in the former isn't in the "
-            "probabilities of first tokens, but in what these open.",
+            "their masses, by which they were chosen.",
         )
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
@@ -365,10 +352,7 @@ class MovedByStates(MovedMass):
     def depth(self) -> int:
         return self.runs[0].model["layers"]
 
-    def read(self) -> None:
-        super().read()
-        self.added = self._added()
-
+    @cached_property
     def _added(self) -> "dict[int, Tensor]":
         """By layer, what the component adds at the header's last token:
         ``[contexts of all runs, d_model]``.
@@ -378,45 +362,45 @@ class MovedByStates(MovedMass):
         """
         import torch
 
-        component = self.args.component
         layers = [cell.layer for cell in self.cells() if cell.term != HEADER_LAST]
-        if component == RESID:
-            return {}
-        what = {"tokens": HEADER_END, "component": component}
+        what = {"tokens": HEADER_END, "component": self.args.component}
         each = torch.cat([run.residuals(layers, **what) for run in self.runs])
         return dict(zip(layers, each.unbind(1), strict=True))
 
+    def _given(self, change: Replaced, contexts: list[int]) -> np.ndarray:
+        """``[contexts, 1, tokens, d_model]``: what these contexts of all runs give to a change."""
+        import torch
+
+        every = (
+            [self._states(change.layer, name) for name in change.tokens]
+            if change.component == RESID
+            else [self._added[change.layer]]
+        )
+        return torch.stack([one[contexts].float() for one in every], 1)[:, None].numpy()
+
     def units(self) -> Iterator[Unit]:
-        cells = [(cell, cell.change) for cell in self.cells()]
-        replaced = [(cell, change) for cell, change in cells if isinstance(change, Replaced)]
-        added = [n for n, (_, change) in enumerate(replaced) if change.component != RESID]
+        every = [(cell.term, cell.change) for cell in self.cells()]
+        replaced = [(term, change) for term, change in every if isinstance(change, Replaced)]
         for one in self.donors.to_dict("records"):
             recipient = self.rows_of_contexts.iloc[one["recipient"]]
             ids, donors = tuple(recipient["token_ids"].tolist()), [one[arm] for arm in ARMS]
             at = self.rows_of_contexts["row"].iloc[donors].tolist()
             named = [positions_of(recipient["positions"], change.tokens) for _, change in replaced]
             begin = min(min(tokens) for tokens in named)
-            places, states = [], []
-            for (cell, change), tokens in zip(replaced, named, strict=True):
+            cells, states = [], [self._given(change, at) for _, change in replaced]
+            for (term, change), tokens in zip(replaced, named, strict=True):
                 place = change.component, change.layer, tuple(token - begin for token in tokens)
-                places.append((cell.term, cell.layer, [place]))
-                every = (
-                    self._states(change.layer, name)
-                    if change.component == RESID
-                    else self.added[change.layer]
-                    for name in change.tokens
-                )
-                each = [one[at].float() for one in every]
-                states.append(np.stack([one.numpy() for one in each], axis=1)[:, None])
+                cells.append((term, change.layer, [place]))
+            added = [n for n, (_, change) in enumerate(replaced) if change.component != RESID]
             if len(added) > 1:
-                term = f"{replaced[added[0]][0].term}, {TOGETHER}"
-                places.append((term, -1, [places[n][2][0] for n in added]))
+                places = [cells[n][2][0] for n in added]
+                cells.append((f"{cells[added[0]][0]}, {TOGETHER}", -1, places))
                 states.append(np.concatenate([states[n] for n in added], axis=1))
             query, tail = self.contexts["source"][one["recipient"]], len(ids) - begin
             computed = begin + (2 + len(ARMS)) * len(cells) * tail
             openings = self.openings_of(one["recipient"])
             what = query, recipient["dataset"], computed, *openings
-            yield MassUnder(*what, ids, tail, places, states)
+            yield MassUnder(*what, ids, tail, cells, states)
 
     def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
         """Also from which layer on the header's last state moves more than half."""
@@ -430,11 +414,11 @@ class MovedByStates(MovedMass):
         common, of_donors = super().legends
         return (
             f"{HEADER_LAST} after layer {self.depth}, the last one, is the donor's own "
-            "distribution by construction: the others are held against it. attn, mlp: all but what "
-            f"the layer's attention or MLP adds is the recipient's; {TOGETHER}: so in all layers "
-            "of the table at once, which is corrected by itself (attn in all the model's layers "
-            "makes the donor's distribution, too). From here on more than half: the layers whose p "
-            f"is above {1 - self.args.level:.2g} are the confidence set. {common}",
+            "distribution by construction: the others are held against it. attn, mlp: only what "
+            f"the layer's attention or MLP adds is the donor's; {TOGETHER}: in all layers of the "
+            "table at once (attn in all the model's layers makes the donor's distribution, too). "
+            "From here on more than half: the layers whose p is above "
+            f"{1 - self.args.level:.2g} are the confidence set. {common}",
             of_donors,
         )
 
@@ -446,20 +430,16 @@ class MovedByStates(MovedMass):
             above = last > last[self.depth] / 2
             first = int(above[::-1].cumprod()[::-1].idxmax())
             tried = spans(half["layer"].tolist())
-            few = f"; only layers {tried} were tried" if len(half) < self.depth else ""
             yield (
                 f"More than half of that is moved by the header's last state from layer {first} "
-                f"of {self.depth} on ({100 * level:g}% confidence set: {spans(layers)}{few})."
+                f"on ({100 * level:g}% confidence set of layers {tried}: {spans(layers)})."
             )
         what, before = "A state", " before the last layer"
         together, moved = moved[moved["layer"].isna()], moved[moved["layer"].notna()]
         if self.args.component != RESID:
             what, before = f"What {self.args.component} adds in one layer", ""
             those = spans(moved["layer"].tolist())
-            # The header's tokens are the same everywhere, and an MLP reads what attention brought.
-            trivial = self.args.component == ATTN and len(moved) == self.depth
-            donor = ", which makes the donor's own distribution by construction," * trivial
-            words = f"what {self.args.component} adds in layers {those} together{donor} moves it by"
+            words = f"what {self.args.component} adds in layers {those} together moves it by"
             yield self.tested(words, together, most=1)
         shown = moved[moved["p_holm"] <= 1 - level]
         each = [

@@ -1,25 +1,23 @@
 """Can a direction in the residual stream move the user's turns, more than other directions do?
 
-A direction is added to the residual stream, and the run's turns are scored again. The direction is
-the logistic one of a probe (--probe), added where the probe reads, or that of a file (--vector),
-added where the file says. The question is whether turns that the judge calls follow-ups become
-likelier than other turns after the same context. The control is other directions: for a
-probe, probes whose labels queries have exchanged; for a file, random directions with the covariance
-of the states. All directions change the next token equally: for each, the dose is sought at which
-the first token's distribution moves by one KL (--kl). Half of the queries choose the doses, and
-results are of the other half.
+A direction is added to the residual stream, and the run's turns are scored again: do turns that the
+judge calls follow-ups become likelier than other turns after the same context? The direction is the
+logistic one of a probe (--probe), added where the probe reads, or that of a file (--vector), added
+where the file says. The control is other directions: probes whose labels queries have exchanged;
+for a file, random directions with the covariance of the states. Each has the dose at which the
+first token's distribution moves by one KL (--kl). Half of the queries choose the doses, and results
+are of the other half.
 
 Needs: a judged run with several sampled turns per context. Cost: half an hour on a CPU (135M).
 
     ia-mech probes cache/RUN
     ia-mech steering cache/RUN --probe cache/RUN/results/probe-rate-builtin
-    ia-mech steering cache/RUN --vector my.safetensors --kl 0.5
     ia-mech sample … --intervention cache/RUN/results/steering/vector.safetensors
 """
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -29,7 +27,7 @@ import pandas as pd
 
 from experiments.control import centred_states, halves_of, permuted_probes, random_directions
 from experiments.experiment import Conclusion, Experiment, Model, Unit, flag
-from experiments.shown import Bars, Drawing, only, tables_of
+from experiments.shown import only, tables_of
 from ia_mech.cli import above_zero, path_of
 from ia_mech.errors import UserError
 from ia_mech.estimates import Group, TidyEstimate, all_datasets, by_dataset, p_value, paired_row
@@ -44,7 +42,6 @@ if TYPE_CHECKING:  # these load torch
     from torch import Tensor
 
     from ia_mech.engine.score import Scored, Turn
-    from probes.card import Probe
 
 FILE = "vector.safetensors"
 LEAST_DOSE, MOST_DOSE = 2.0**-8, 2.0**4  # between which a KL is sought, in norms of the state
@@ -53,7 +50,7 @@ OTHERS = 39  # other directions
 LEAST, SIGNIFICANT = 19, 0.05  # other directions with which such a p can be reached
 RESPONSES = 3  # most contexts of a query
 TOKENS = 24  # of a turn: nearly all of the bits come before (docs/locate.md)
-DIRECTION, OTHER, OTHER_MEAN = "the direction", "other direction", "other directions"
+DIRECTION, OTHER_MEAN = "the direction", "other directions"
 PERMUTED, RANDOM = "probes of permuted labels", "random directions"
 UNFITTED = "Fitted directions favour axes of low variance, these don't: p may be too small. "
 KL, ODDS = "KL at the header", "log-odds, change"
@@ -242,8 +239,6 @@ def estimates(rows: pd.DataFrame, options: dict[str, Any]) -> Iterator[TidyEstim
         for term, some in ((DIRECTION, [0]), (OTHER_MEAN, list(others))):
             yield group.mean(KL, wide["kl"][some].mean(axis=1), least=0, term=term)
             yield group.mean(ODDS, wide["log_odds"][some].mean(axis=1), term=term)
-        for draw in others:
-            yield group.mean(ODDS, others[draw], term=OTHER, draw=draw)
         both = own, own.index, others.mean(axis=1), others.index
         yield paired_row(group, BEYOND, *both, term=DIRECTION)
         each, whole = others.mean().to_numpy(), float(own.mean())
@@ -263,52 +258,31 @@ def is_shown(found: pd.DataFrame) -> bool:
 # -- what runs hold --------------------------------------------------------------------------------
 
 
-def vector_of_probe(probe: "Probe", path: Path) -> SteeringVector:
-    """A probe's logistic direction, to be added where the probe reads."""
-    import torch
-
-    card = probe.card
-    try:
-        model, where = card["asked"]["runs"][0]["model"], (int(card["layer"]), (card["position"],))
-        weights = torch.from_numpy(probe.directions["logistic"].weights)
-        float(card["penalty"])  # of the probes that it is compared with
-        return SteeringVector(ADD, *where, weights, 1.0, model["name"], model["weights_hash"])
-    except (LookupError, TypeError, ValueError):
-        raise UserError(
-            f"the probe {path} doesn't say which direction of which model it is",
-            "write the probe again with ia-mech probes, or give --vector",
-        ) from None
-
-
-def labelled(queries: Iterable[Query], judged: JudgedTurns) -> Iterator[tuple[Query, pd.DataFrame]]:
-    """Queries with their turns, which have a ``label``: 1 of a follow-up, 0 of another turn, NaN of
-    one that is greedy, empty, or not assessed."""
+def contexts_of(
+    queries: Iterable[Query], judged: JudgedTurns, vector: SteeringVector
+) -> Iterator[list[Odds]]:
+    """Each query's contexts with two of their sampled turns each, one that the judge calls a
+    follow-up and one that it doesn't, steered where a vector says."""
     key = ["run", *labels.KEY]
     keys = judged.turns[key].astype({"run": object, "context_id": object})
     verdicts = pd.Series(judged.turns["follow_up"].to_numpy(), pd.MultiIndex.from_frame(keys))
-    for query in queries:
-        turns = query.turns
-        label = verdicts.reindex(pd.MultiIndex.from_frame(turns[key])).to_numpy(dtype=float)
-        used = (turns["temperature"] > 0) & (turns["token_ids"].map(len) > 0)
-        yield query, turns.assign(label=np.where(used, label, np.nan))
-
-
-def contexts_of(query: Query, turns: pd.DataFrame, vector: SteeringVector) -> list[Odds]:
-    """A query's contexts with one follow-up and one other of its :func:`labelled` turns each,
-    steered where a vector says."""
     order = {"label": False, "temperature": False, "sample": True}  # follow-ups first
-    turns = turns.dropna(subset="label")
-    turns = turns.sort_values(list(order), ascending=list(order.values()), kind="stable")
-    each = turns.drop_duplicates(["followed", "label"]).groupby("followed")["token_ids"]
-    both = {k: [ids.tolist()[:TOKENS] for ids in pair] for k, pair in each if len(pair) == 2}
-    return [Odds.of(query, k, vector, both[k]) for k in list(both)[:RESPONSES]]
+    for query in queries:
+        named = pd.MultiIndex.from_frame(query.turns[key])
+        turns = query.turns.assign(label=verdicts.reindex(named).to_numpy(dtype=float))
+        turns = turns[(turns["temperature"] > 0) & (turns["token_ids"].map(len) > 0)]
+        turns = turns.dropna(subset="label")
+        turns = turns.sort_values(list(order), ascending=list(order.values()), kind="stable")
+        each = turns.drop_duplicates(["followed", "label"]).groupby("followed")["token_ids"]
+        both = {k: [ids.tolist()[:TOKENS] for ids in pair] for k, pair in each if len(pair) == 2}
+        yield [Odds.of(query, k, vector, both[k]) for k in list(both)[:RESPONSES]]
 
 
 class Steering(Experiment):
     name = "steering"
     judged = True
     queries_used = 40
-    columns: ClassVar = {"dataset": "str", "term": "str", "draw": "Int64"}
+    columns: ClassVar = {"dataset": "str", "term": "str"}
 
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
@@ -340,21 +314,23 @@ class Steering(Experiment):
             return random_directions(states, own, *last)
         from probes.dataset import RUN, read
 
-        card, judge = self.probe.card, self.verdicts.judge
-        asked, layer, position = card["asked"], self.vector.layer, card["position"]
-        how = asked.get("target", "rate"), [position], [layer], asked.get("within", RUN)
-        data = read(self.runs, judge, *how)
+        card, asked = self.probe.card, self.probe.card["asked"]
+        where = [card["position"]], [self.vector.layer]
+        target = asked.get("target", "rate")
+        data = read(self.runs, self.verdicts.judge, target, *where, asked.get("within", RUN))
         fitted = {run.get("identity") for run in asked["runs"]}
-        if (asked.get("judge"), fitted) != (judge, {run.identity_digest for run in self.runs}):
-            self.notes.append(f"p is rough: {PERMUTED} aren't of the probe's own runs or labels.")
+        if fitted != {run.identity_digest for run in self.runs}:
+            self.notes.append(f"p is rough: {PERMUTED} aren't of the probe's own runs.")
         if not np.ptp(data.outcome.rate):
             problem = "all conversations here have the same rate, so that no probe can be fitted"
             raise UserError(problem, "give the runs that the probe was fitted to, or --vector")
-        states, penalty = data.at(layer, position), float(card["penalty"])
-        return permuted_probes(states, data.outcome, penalty, *last)
+        states = data.at(self.vector.layer, card["position"])
+        return permuted_probes(states, data.outcome, float(card["penalty"]), *last)
 
     def _vector(self) -> SteeringVector:
-        """The direction; refused if it is of another model, or steers no token before the turn."""
+        """The direction; refused if it is of another model."""
+        import torch
+
         from probes.card import Probe
 
         self.probe, self.others = None, RANDOM
@@ -362,21 +338,20 @@ class Steering(Experiment):
             vector = replace(SteeringVector.load(self.args.vector), kind=ADD)
         else:
             self.probe, self.others = Probe.load(self.args.probe), PERMUTED
-            vector = vector_of_probe(self.probe, self.args.probe)
+            card, weights = self.probe.card, self.probe.directions["logistic"].weights
+            what = card["layer"], (card["position"],), torch.from_numpy(weights), 1.0
+            of = card["asked"]["runs"][0]["model"]
+            vector = SteeringVector(ADD, *what, of["name"], of["weights_hash"])
             self.notes.append("the probe was fitted to all queries, reported ones among them.")
         model = self.runs[0].model
         vector.check_weights(model["weights_hash"])
         names = self.runs[0].contexts["positions"].iloc[0]
         vector.check(model["layers"], model["d_model"], list(names))
-        if set(vector.positions) == {TURN}:
-            alone = "steering the turn's tokens alone leaves the next token at the header as it is"
-            raise UserError(alone, "give a vector with a position of the header, too")
         return vector
 
     def _contexts(self) -> list[Odds]:
         """The contexts with turns to compare."""
-        turns = labelled(self.queries, self.verdicts)
-        each = [contexts_of(query, own, self.vector) for query, own in turns]
+        each = list(contexts_of(self.queries, self.verdicts, self.vector))
         which = "response after which the judge calls some turns follow-ups and not others"
         if (used := sum(map(bool, each))) < 4:
             few = f"{used} queries have a {which}"
@@ -408,9 +383,6 @@ class Steering(Experiment):
                 f"{self.args.kl:g} nats at doses up to {MOST_DOSE:g}",
                 "give another --kl, layer or position",
             )
-        if reached < OTHERS:
-            left_out = f"{OTHERS - reached} {self.others} don't reach the KL"
-            self.notes.append(f"{left_out}; they are left out.")
         self.vector = replace(self.vector, dose=float(found[0]))
         return self.measure_units(self.tried(found), "turns under directions")
 
@@ -423,7 +395,7 @@ class Steering(Experiment):
         columns = {ODDS: "log-odds", BEYOND: "beyond others", RANK: "reached by"}
         return tables_of(
             f"what moves the turns, at one KL ({self.intervals} that chose nothing)",
-            found[found["term"] != OTHER],
+            found,
             {name: (head, 2) for name, head in columns.items()} | {KL: ("KL", 3)},
             index=("dataset", "term"),
             legend="log-odds: change, in nats, of those of follow-ups against other "
@@ -431,13 +403,6 @@ class Steering(Experiment):
             "the share of these that change them as much; KL: of the first token's distribution, "
             "in nats.",
         )
-
-    def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
-        title = f"{self.runs[0].model['name']} · directions of one KL"
-        rows = all_datasets(only(found, ODDS)).copy()
-        rows[["low", "high"]] = rows[["low", "high"]].where(rows["term"] != OTHER)
-        change = "log-odds of follow-ups, change, nats"
-        return {"directions": Bars(title, change, rows)}
 
     def files(self) -> dict[str, Callable[[Path], None]]:
         return {FILE: self.vector.save}
@@ -448,9 +413,6 @@ class Steering(Experiment):
         )
         whole = all_datasets(found)
         beyond, rank = (only(whole, name).iloc[0] for name in (BEYOND, RANK))
-        kl, of_others = (
-            only(whole, KL, term=term)["value"].item() for term in (DIRECTION, OTHER_MEAN)
-        )
         change = self.tested(
             f"change of their log-odds, in nats, minus the mean change by {self.others}",
             only(whole, BEYOND),
@@ -465,8 +427,7 @@ class Steering(Experiment):
         least = 1 / (rank["rows"] + 1)
         control = (
             f"{round(rank['value'] * rank['rows'])} of {rank['rows']} {self.others} do as "
-            f"much, {p_value(rank['p'])} (the least there can be: {least:.3f}). KL "
-            f"at the header: {kl:.3f} nats, that of the others {of_others:.3f}. "
+            f"much, {p_value(rank['p'])} (the least there can be: {least:.3f}). "
             f"{UNFITTED if self.probe is None else ''}{self.gate.short}."
         )
         return Conclusion(sentence, control)

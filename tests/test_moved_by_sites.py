@@ -129,7 +129,6 @@ def test_the_mass_travels_with_the_site_that_decides_the_first_token(
     others = corrected.loc[[change.QUERY, change.RESPONSE]]
     assert others["p_holm"].min() == pytest.approx(min(1, 2 * others["p"].min()))
     assert f"With the {moody}'s keys and values it moves by: {wanted:.2f}" in outcome.out
-    assert "they need not sum to the whole" in outcome.out
     line = refusal(command(locate.main, *words, "--maps", "windows"))
     assert line.startswith("--maps is of --outcome bits")
 

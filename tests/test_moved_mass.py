@@ -75,7 +75,7 @@ def test_the_mass_travels_with_the_state_that_decides_the_first_token(used, comm
         assert cells[RATIO, "header_last", layer] == pytest.approx(float(layer >= BLOCK), abs=0.01)
         assert abs(cells[EQUAL, "header_last", layer]) < 0.01
         assert (cells[HALF, "header_last", layer] > 0.05) == (layer == BLOCK)
-    assert "from layer 3 of 4 on (95% confidence set: 3)" in outcome.out
+    assert "from layer 3 on (95% confidence set of layers 1–4: 3)" in outcome.out
     assert "A state is shown to move it at 1 of 3 cells before the last layer" in outcome.out
     again = command(interchange.main, used.path, *words)
     assert (again.status, again.out) == (0, outcome.out)
@@ -85,7 +85,7 @@ def test_the_mass_travels_with_the_state_that_decides_the_first_token(used, comm
     moved = found[found["quantity"] == MOVED].set_index(["term", "layer"])["value"]
     assert moved["turn_end", 3] == 0 and moved["header_last", 4] == pytest.approx(wanted, abs=0.01)
     few = command(interchange.main, used.path, *words, "--layers", "2", "4")
-    assert "layer 4 of 4 on (95% confidence set: 4; only layers 2, 4 were tried)" in few.out
+    assert "layer 4 on (95% confidence set of layers 2, 4: 4)" in few.out
     alone = command(interchange.main, used.path, *words, "--layers", "4")
     assert "More than half" not in alone.out and "cells" not in alone.out
     line = refusal(command(interchange.main, used.path, *words, "--category", "degenerate"))
@@ -126,10 +126,7 @@ def test_the_component_that_writes_the_role_is_told_from_the_other(
         assert together == pytest.approx(wanted * bool(layers), abs=0.01)
         assert moved.loc["header_last", "value"] == pytest.approx(wanted, abs=0.01)
         value = f"{wanted * bool(layers):.2f} "
-        trivial = ", which makes the donor's own distribution by construction," * (
-            component == ATTN
-        )
-        said = f"What {component} adds in layers 1–4 together{trivial} moves it by: {value}"
+        said = f"What {component} adds in layers 1–4 together moves it by: {value}"
         assert said in outcome.out
         one = f"adds in one layer is shown to move it at {len(layers)} of 4 cells"
         assert one in outcome.out and "More than half" not in outcome.out
