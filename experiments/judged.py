@@ -45,7 +45,6 @@ class Arms(Experiment):
     Class attributes:
         by: the columns that name an arm.
         less: words → what differs in the name of the arm that is subtracted.
-        shares: quantities of which each value is a share of turns, or a turn's 0 or 1.
         unperturbed: what counts are turns shown after the responses as they were before a change.
         controls: terms that the sentence leaves to the control.
         title, legend, more: of the table of rates, the legend's last sentences, further columns.
@@ -55,7 +54,6 @@ class Arms(Experiment):
     judged = True
     by: ClassVar[Sequence[str]] = ("temperature", "term")
     less: ClassVar[Mapping[str, Mapping[str, Any]]] = {"minus unchanged": {"term": UNCHANGED}}
-    shares: ClassVar[Sequence[str]] = SHARES
     unperturbed: ClassVar[bool] = False
     controls: ClassVar[Sequence[str]] = ()
     title: ClassVar[str] = "follow-ups by the judge"
@@ -131,8 +129,7 @@ class Arms(Experiment):
                     continue
                 names, (least, most) = dict(zip(columns, key, strict=True)), bounds[quantity]
                 values, sources = own[quantity], own["source"]
-                share = quantity in self.shares
-                mean = cluster_mean(values, sources, proportion=share, level=level)
+                mean = cluster_mean(values, sources, proportion=quantity in SHARES, level=level)
                 counted = int(values.notna().sum())
                 found.append(group.row(quantity, mean.clip(least, most), counted, **names))
                 for words, other in (self.less if less is None else less).items():
