@@ -265,16 +265,11 @@ class Experiment(ABC):
         return sentence_of(words, rows, null=0.0, most=most)
 
     @property
-    def tests_made(self) -> int:
-        """How many tests are corrected together, as far as that is known before."""
-        return 1
-
-    @property
     def too_few(self) -> str:
         """A warning if there are too few queries to show anything; else an empty text."""
         every = {source for run in self.runs for source in sources_of(run.contexts)}
         count = len(vars(self).get("queries", every))  # those that were read
-        return too_few(min(count, getattr(self.args, "queries", None) or count), self.tests_made)
+        return too_few(min(count, getattr(self.args, "queries", None) or count))
 
     @property
     def beside(self) -> Path:

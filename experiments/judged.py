@@ -159,7 +159,7 @@ class Arms(Experiment):
         """What counts, and the rate's parts."""
         found = found.assign(term=found["term"].replace(self.words))
         rows = "queries" if self.siblings else "turns"
-        how: dict[str, Any] = {"index": ("dataset", *self.by), "rows": rows, "most": 1.0}
+        how: dict[str, Any] = {"index": ("dataset", *self.by), "rows": rows}
         columns: dict[str, tuple[str, int | str]] = {RATE: ("follow-ups", 2)}
         legend = "Differences are paired by query; p is Holm-corrected."
         if self.siblings:
@@ -175,9 +175,7 @@ class Arms(Experiment):
         else:
             columns |= self.columns_of(RATE, "follow-ups")
         legend = f"{legend} {self.legend}".strip()
-        made = tables_of(
-            self.title, found, columns | {**self.more}, self.change, legend=legend, **how
-        )
+        made = tables_of(self.title, found, columns | {**self.more}, legend=legend, **how)
         return made + tables_of(
             "the parts of the rate",
             found,

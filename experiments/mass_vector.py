@@ -288,10 +288,6 @@ class MassVector(Arms):
     def contexts(self) -> pd.DataFrame:
         return pd.concat(self.tried, ignore_index=True)
 
-    @property
-    def tests_made(self) -> int:
-        return len(self.layers)
-
     # -- measure ----------------------------------------------------------------------------------
 
     def units(self) -> list[Learning]:

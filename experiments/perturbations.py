@@ -35,7 +35,7 @@ from experiments.change import ask, contradict, other_response, shuffle_sentence
 from experiments.experiment import Conclusion, flag
 from experiments.judged import Arms
 from experiments.outcome import IN_ROLE, RATE
-from experiments.shown import Bars, Drawing, only, tables_of
+from experiments.shown import only, tables_of
 from ia_mech.cli import whole_from
 from ia_mech.data.conversations import UNPERTURBED, UNPERTURBED_RESPONSE, USER_HEADER, Conversation
 from ia_mech.errors import UserError
@@ -218,10 +218,6 @@ class Perturbations(Arms):
             return "that would be too long for the model"
         return changed
 
-    @property
-    def tests_made(self) -> int:
-        return len(self.args.conditions) * (1 + len(self.decoding["temperatures"]))
-
     # -- read -------------------------------------------------------------------------------------
 
     def compared(self) -> Iterable[tuple[dict[str, Any], Sequence[Run]]]:
@@ -256,19 +252,11 @@ class Perturbations(Arms):
             "real follow-ups after each change, bits",
             found.assign(term=found["term"].replace(NAMES)),
             self.columns_of(BITS, "log p", 1, "+.1f"),
-            detectable=BITS_DIFFERENCE,
             index=("dataset", "term"),
             rows="follow-ups",
             legend="Log p: of the whole real follow-up at T = 1; its tokens are the same under "
             "each change. Differences are paired by query; p is Holm-corrected.",
         )
-
-    def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
-        title = f"{self.runs[0].model['name']} · real follow-ups"
-        bits = all_datasets(only(found, BITS_DIFFERENCE))
-        bits = bits.assign(term=bits["term"].replace(NAMES))
-        of_bits = Bars(title, "change of log p of real follow-ups, bits", bits)
-        return {**super().figures(found), **({"real follow-ups": of_bits} if len(bits) else {})}
 
     def data(self, rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
         names = ["run", "context_id", "dataset", "category", "condition", "temperature", "sample"]
@@ -289,9 +277,8 @@ class Perturbations(Arms):
         if not moved:
             sizes = all_datasets(rates)["detectable"]
             could = could_show(sizes.min(), most=1, up_to=sizes.max())
-            why = f"too few queries: {self.too_few}" if self.too_few else could
-            few = f" ({why})" if why else ""
-            said.append(f"No change of the response is shown to move the follow-up rate{few}.")
+            could = f" ({could})" if could else ""
+            said.append(f"No change of the response is shown to move the follow-up rate{could}.")
         control, bare = "", rates[rates["term"] == HEADER_ONLY]
         if len(bare):
             ways = "are follow-ups less often by", "are follow-ups more often by"

@@ -33,10 +33,6 @@ if TYPE_CHECKING:
 FLOOR = "after a wrong conversation"  # a line among those of datasets
 LEAST = queries_needed()  # the fewest queries that can show anything
 TOO_FEW = "Too few queries"  # how the warning begins
-DETECTABLE = (
-    "Minimum detectable: 80 of 100 repetitions would show a true difference of this size (80% "
-    "power), before the correction of p; none: too few data to show any."
-)
 
 
 def only(found: pd.DataFrame, quantity: str, **names: Any) -> pd.DataFrame:
@@ -74,15 +70,12 @@ def headline(sentence: str, found: pd.DataFrame) -> str:
     return few + sentence
 
 
-def too_few(queries: int, comparisons: int = 1) -> str:
-    """A warning before anything is computed, where so few queries can't show any of so many
-    comparisons, which are Holm-corrected together; else an empty text."""
-    needed = queries_needed(comparisons)
-    if queries >= needed:
+def too_few(queries: int) -> str:
+    """A warning before anything is computed, where so few queries can't show a difference; else an
+    empty text."""
+    if queries >= LEAST:
         return ""
-    alike = f"none of {comparisons} differences that are corrected together"
-    which = alike if comparisons > 1 else "no difference"
-    return f"with {queries}, {which} can be shown, however large; that takes at least {needed}"
+    return f"with {queries}, no difference can be shown, however large; that takes at least {LEAST}"
 
 
 def print_plan(lines: Mapping[str, str]) -> None:
@@ -114,25 +107,12 @@ def tables_of(
     found: pd.DataFrame,
     columns: Mapping[Any, tuple[str, int | str]],
     /,
-    detectable: str = "",
-    most: float = np.inf,
     **options: Any,
 ) -> list[Table]:
     """Tables (:func:`ia_mech.results.table_of`) of estimates: all datasets together, then each.
 
-    The list is empty if no estimate is of ``columns``. Beside the quantity ``detectable`` stands
-    the minimum detectable effect; ``most`` is the largest possible difference.
+    The list is empty if no estimate is of ``columns``.
     """
-    if detectable:
-        own, nothing = found[found["quantity"] == detectable], ("low", "high", "p", "p_holm")
-        effect = own["detectable"].where(~(own["detectable"] >= most), np.inf)
-        own = own.assign(quantity="detectable", value=effect, sources=0)
-        found = pd.concat([found, own.assign(**dict.fromkeys(nothing, np.nan))], ignore_index=True)
-        items, digits = list(columns.items()), columns[detectable][1]
-        at = list(columns).index(detectable) + 1
-        shown = "minimum detectable", digits if isinstance(digits, int) else 2
-        columns = dict([*items[:at], ("detectable", shown), *items[at:]])
-        options["legend"] = f"{options.get('legend', '')} {DETECTABLE}".strip()
     there = found[found[options.get("key", "quantity")].isin(list(columns))]
     if there.empty:
         return []

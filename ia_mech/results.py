@@ -185,8 +185,8 @@ def cell_of(row: Any, digits: int | str = 2) -> str:
     """An estimate as text, with its interval and the corrected p of its test.
 
     Few queries give no interval (:meth:`ia_mech.stats.Estimate.text`). A :data:`SHARE` with an
-    interval wider than :data:`WIDEST` is shown as ``can't be told``. An estimate from no query,
-    such as the effect that would have been shown, is a plain number; if it is infinite, ``none``.
+    interval wider than :data:`WIDEST` is shown as ``can't be told``. An estimate from no query is a
+    plain number.
 
     Args:
         row: a line of a table of estimates.
@@ -198,7 +198,7 @@ def cell_of(row: Any, digits: int | str = 2) -> str:
             return "can't be told"
     number = f"{row.value:{digits if isinstance(digits, str) else f'.{digits}f'}}"
     if not row.sources and not np.isnan(row.value):
-        return "none" if np.isinf(row.value) else number
+        return number
     estimate, events = estimate_of(row), getattr(row, "events", pd.NA)
     text = estimate.text(digits, counts=(events, row.rows) if pd.notna(events) else None)
     return text if estimate.few or np.isnan(row.p_holm) else f"{text} {p_value(row.p_holm)}"

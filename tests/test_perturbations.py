@@ -280,14 +280,9 @@ def test_the_second_time_nothing_is_sampled_and_no_model_is_loaded(
     assert tables <= set(after) and all(after[name] == before[name] for name in tables)
     assert files(plain.path) == base
     verdict = outcome.out.splitlines()[0]
-    few = (
-        "with 9, none of 16 differences that are corrected together can be shown, however large; "
-        "that takes at least 10"
-    )
     none = "No change of the response is shown to move the follow-up rate"
-    assert verdict.endswith(f"{none} (too few queries: {few}).")
+    assert verdict.endswith(f"{none} (too few data to show any effect).")
     assert "\nControl: " in outcome.out
-    assert outcome.out.count("80 of 100 repetitions") == 2  # of tables
     for named in ("no response (remove)", "first half of the response (truncate)"):
         assert f" {named} " in outcome.out
 
@@ -340,8 +335,7 @@ def test_a_dry_run_writes_nothing_and_bad_input_is_refused(perturb, plain, folde
     out = ("--out", tmp_path / "out")
     planned = perturb(plain.path, *out, "--dry-run", "--queries", "3")
     assert planned.status == 0 and " conversations to sample 4 turns after each" in planned.out
-    few = r"too few queries +with 3, none of 16 differences that are corrected together can be"
-    assert re.search(few, planned.out)
+    assert re.search(r"too few queries +with 3, no difference can be shown", planned.out)
     swapped = perturb(plain.path, *out, "--dry-run", "--queries", "2", "--conditions", "swap")
     assert "2 conversations to sample" in swapped.out  # donors are of the whole run
     assert not (tmp_path / "out").exists()
