@@ -16,23 +16,20 @@ import re
 import shlex
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import pandas as pd
-from filelock import FileLock, Timeout
 
 from experiments.arms import (
     CHAT,
     DECODING,
     Arm,
-    is_sampled,
+    ArmRun,
     judge_alike,
-    sample_arm,
     verdicts_of,
 )
 from experiments.shown import Drawing, estimates_of, headline, print_plan, sentence_of, too_few
@@ -60,13 +57,10 @@ from ia_mech.rates.fit import marked
 from ia_mech.rates.gate import Gate
 from ia_mech.rates.load import JudgedTurns, open_runs
 from ia_mech.results import (
-    LOCK,
     Result,
     Table,
     about_runs,
     folder_of,
-    kind_of,
-    read,
     refuse_place,
     show,
     write,
@@ -130,7 +124,6 @@ class Experiment(ABC):
         self.runs, self.args, self.folder = runs, args, folder
         self.notes: list[str] = []
         self.sampled: dict[str, Run] = {}
-        self._models: dict[Path, Loaded] = {}
 
     # -- what an experiment says ------------------------------------------------------------------
 
@@ -205,26 +198,22 @@ class Experiment(ABC):
             found = several
         return subsample(found, getattr(self.args, "queries", None), self.args.seed)
 
-    def model_of(self, run: Run) -> Loaded:
-        """The model of a run, which is loaded at first use."""
+    @cached_property
+    def model(self) -> Loaded:
+        """The first run's model, which is loaded at first use."""
         from ia_mech.engine.workers import Crew
 
-        args, place = self.args, getattr(self.args, "model", None)
-        crew = Crew(args.workers, args.threads, getattr(args, "ray", None))
-        return self._models.setdefault(run.path, Loaded(run, place, crew))
+        args = self.args
+        return Loaded(self.runs[0], args.model, Crew(args.workers, args.threads, args.ray))
 
     @property
     def config(self) -> Any:
-        return self.model_of(self.runs[0]).files.config
+        return self.model.files.config
 
     @property
     def chat(self) -> "ChatFormat":
         """The model's chat format with the run's settings; no weights are loaded."""
-        return self.model_of(self.runs[0]).chat
-
-    def run_for(self, unit: Any) -> Run:
-        """The run whose model measures a unit: the first, where runs are of one model."""
-        return self.runs[0]
+        return self.model.chat
 
     @property
     def options(self) -> dict[str, Any]:
@@ -238,9 +227,8 @@ class Experiment(ABC):
 
     def sample(self, name: str, arm: Arm) -> Run:
         """The run of an arm, which is then among :attr:`sampled`."""
-        found = sample_arm(self.model_of(self.runs[0]), arm, self.place(name))
-        self.sampled[name] = found
-        return found
+        self.sampled[name] = ArmRun(self.model, arm, self.place(name)).sample()
+        return self.sampled[name]
 
     def judge_arms(self, *, unperturbed: bool = False) -> str:
         """Have the arms' turns judged as the first run's were (:func:`judge_alike`); returns the
@@ -267,8 +255,7 @@ class Experiment(ABC):
     @property
     def too_few(self) -> str:
         """A warning if there are too few queries to show anything; else an empty text."""
-        every = {source for run in self.runs for source in sources_of(run.contexts)}
-        count = len(vars(self).get("queries", every))  # those that were read
+        count = len({source for run in self.runs for source in sources_of(run.contexts)})
         return too_few(min(count, getattr(self.args, "queries", None) or count))
 
     @property
@@ -291,13 +278,12 @@ class Experiment(ABC):
             UserError: there is no unit.
         """
         units = self._at_least_one(units)
-        models = [self.model_of(self.run_for(unit)) for unit in units]
-        return measure(units, models, self._files(units), phase or f"measuring, {self.name}")
+        return measure(units, self.model, self._files(units), phase or f"measuring, {self.name}")
 
     def _files(self, units: Sequence[Unit]) -> list[Path]:
         """Where the rows of units are kept."""
         where = self.folder / "parts", self.name
-        return [file_of(*where, unit, self.run_for(unit)) for unit in units]
+        return [file_of(*where, unit, self.runs[0]) for unit in units]
 
     def _at_least_one(self, units: Iterable[Unit]) -> list[Unit]:
         found = list(units)
@@ -354,7 +340,7 @@ class Experiment(ABC):
         written.add_argument("--full", action="store_true", help="print all tables and notes")
         written.add_argument("--dry-run", action="store_true", help="say what it takes, and stop")
         add_workers(computing := parser.add_argument_group("what computes"))
-        if cls.loads and not cls.several_models:
+        if cls.loads:
             add_ray(computing)
         add_intervals(parser.add_argument_group("intervals"), seed="what is drawn")
         parser.set_defaults(command_line="")  # as it was given; empty where there was none
@@ -381,17 +367,12 @@ class Experiment(ABC):
             return
         if one.too_few:
             print(f"note: too few queries: {one.too_few}", file=sys.stderr, flush=True)
-        with only_writer(one.folder):
-            made = with_style(one.result)()
-            known = kind_of(one.folder)
-            earlier = read(one.folder).about["command"] if known else args.command_line
-            write(made, one.folder)
+        made = with_style(one.result)()
+        write(made, one.folder)
         show(made, console(), full=args.full)  # after writing: a closed pipe costs no file
         print(f"numbers went to {shell_word(one.folder)}", file=sys.stderr)
         if one.sampled:
             print(f"new turns went to {shell_word(one.beside)}", file=sys.stderr)
-        if earlier != args.command_line:
-            print(f"this replaced the result of: {earlier}", file=sys.stderr)
         page = f"{program()} report {' '.join(map(shell_word, args.runs))}"
         print(f"next: {page}{f' --results {shell_word(args.out)}' if args.out else ''}")
 
@@ -411,7 +392,7 @@ class Experiment(ABC):
         for name, arm in arms.items():
             count, each = len(arm.conversations), f"{arm.rows(self.runs[0])} turns after each"
             lines[name] = f"{count} conversation{'s' * (count > 1)} to sample {each}"
-            if is_sampled(self.model_of(self.runs[0]), arm, self.place(name)):
+            if ArmRun(self.model, arm, self.place(name)).finished() is not None:
                 lines[name] += "; done already"
             else:
                 to_sample.append(arm)
@@ -502,27 +483,6 @@ def flag(
     shown = [f"{one:g}" if isinstance(one, float) else str(one) for one in np.atleast_1d(default)]
     what += "" if default is None else f" (default: {' '.join(shown)})"
     parser.add_argument(name, type=kind, default=default, help=what.replace("%", "%%"), **more)
-
-
-@contextmanager
-def only_writer(folder: Path) -> Iterator[None]:
-    """Keep other commands from writing results to a folder; none is left that holds nothing."""
-    new = not folder.is_dir()
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / LOCK)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise UserError(
-            f"another command is writing to {folder}", "wait for it, or give another --out"
-        ) from None
-    try:
-        yield
-    finally:
-        (folder / LOCK).unlink(missing_ok=True)
-        lock.release()
-        if new and not any(folder.iterdir()):
-            folder.rmdir()
 
 
 def command_line(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str:

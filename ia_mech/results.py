@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from ia_mech.run import Run
 
 RESULT, ESTIMATES = "result.json", "estimates.parquet"
-LOCK = ".lock"  # held by the one command that writes to a folder of results
 SHARE = "share"  # given in place of decimals for a share of a whole that is itself noisy
 WIDEST = 1.0  # widest interval with which such a share is shown
 NOTES, NOTE_LENGTH = 2, 140  # most notes that the terminal shows by itself, and letters of one
@@ -336,7 +335,7 @@ def refuse_place(folder: Path, kind: str | None = None, inside: Path | None = No
     owner = kind_of(folder)
     if kind is not None and owner not in (None, kind):
         raise UserError(f"{folder} holds results of {owner}", "name another folder with --out")
-    files = (path for path in folder.glob("*") if path.is_file() and path.name != LOCK)
+    files = (path for path in folder.glob("*") if path.is_file())
     if owner is None and any(files):
         raise UserError(f"{folder} holds files but no result", "name another folder with --out")
 
