@@ -83,8 +83,9 @@ class Arms(Experiment):
     def rows(self) -> pd.DataFrame:
         """The rates of the turns of all arms (:func:`experiments.outcome.rates_of`), with the arms'
         names."""
+        arms = list(self.compared())  # which may sample them
         judge, found = self.judge_arms(unperturbed=self.unperturbed), []
-        for names, runs in self.compared():
+        for names, runs in arms:
             changed = self.unperturbed and runs is not self.runs
             judged = verdicts_of(runs, judge + ON_UNPERTURBED * changed)
             if runs[0] in self.runs:

@@ -32,10 +32,7 @@ import pandas as pd
 from experiments.change import RESPONSES
 from experiments.experiment import flag
 from experiments.locate import MAPS, USUAL_MAPS, drawings
-from experiments.mass import DECODINGS, FIRST, GREEDY, RATE, WHOLE, in_parts
-from experiments.mass import SHARE as FOLLOWS
-from experiments.outcome import IN_ROLE, ONCE_IN_ROLE, parts_of
-from experiments.shown import TOO_FEW, estimates_of, headline, print_plan, too_few
+from experiments.shown import TOO_FEW, headline, print_plan, too_few
 from ia_mech.cli import (
     Parser,
     add_ray,
@@ -52,23 +49,19 @@ from ia_mech.cli import (
 from ia_mech.console import COMMANDS
 from ia_mech.display import console, with_style
 from ia_mech.errors import UserError
-from ia_mech.estimates import ALL, Group, TidyEstimate, all_datasets
-from ia_mech.judge.rubric import FOLLOW_UP
+from ia_mech.estimates import all_datasets
 from ia_mech.models.embedded import cache_dir, refuse_missing_model
 from ia_mech.rates.fit import highest, marked
 from ia_mech.rates.gate import named
 from ia_mech.rates.latent import verdict
 from ia_mech.results import (
     Result,
-    Table,
     about_runs,
-    cell_of,
     folder_of,
     kind_of,
     read,
     sentences_of,
     show,
-    table_of,
     write,
 )
 from ia_mech.run import Run
@@ -84,9 +77,9 @@ QUICK = {"queries": 10, "samples": 1, "recipients": 1, "maps": []}
 PROBED = 40  # queries below which probes aren't tried: they need 20 sources of either kind
 BAD_INPUT = 2  # the exit status where a stage lacks what it needs
 # Folders of results: those whose first tables are shown, and the one that says at which layers.
+RATES, FIRST_DRAWN = "rates-{judge}", "rates-{judge}-drawn-1"
 SHOWN = ("locate", "mass", "elicit")
 LAYERS = "interchange-mass"
-OPTIONS = {"level": 0.95, "resamples": 2000, "seed": 0}  # of the study's own estimates
 UNWORDED = (
     "Turns may tell a response's content or only its wording (ia-mech reaction tells them apart)."
 )
@@ -145,7 +138,8 @@ def stages(args: argparse.Namespace) -> list[Stage]:
     found = [
         Stage("sample", sample),
         Stage("judge", judge, takes=()),
-        Stage("rates", ["rates", run], "rates-{judge}", takes=offline),
+        Stage("rates", ["rates", run], RATES, takes=offline),
+        Stage("first token", ["rates", run, "--drawn-tokens", "1"], FIRST_DRAWN, takes=offline),
         Stage("mass", ["mass", run, *queries], "mass", True),
         Stage("locate", locate, "locate"),
     ]
@@ -171,16 +165,16 @@ def result(out: Path) -> Result:
     """The study's own result, from those of its stages."""
     run = Run.open(out / "run")
     judge = choose_judge([run], None)
-    names = (*SHOWN, LAYERS, f"rates-{judge}")
+    names = [name.format(judge=judge) for name in (RATES, FIRST_DRAWN, *SHOWN, LAYERS)]
     there = {name: folder_of(run.path, name) for name in names}
     each = {name: read(place) for name, place in there.items() if kind_of(place)}
-    shown = {name: each[name] for name in SHOWN if name in each}
-    located, rates, drawn = each["locate"], each[f"rates-{judge}"], drawn_rates(run, judge)
-    parts = {NAME: drawn, **{name: one.estimates for name, one in shown.items()}}
-    found = pd.concat([rows.assign(stage=name) for name, rows in parts.items()], ignore_index=True)
+    rates, located = each[RATES.format(judge=judge)], each["locate"]
+    shown = {name: one for name, one in each.items() if name != LAYERS}
+    found = [one.estimates.assign(stage=name) for name, one in shown.items()]
+    estimates = pd.concat(found, ignore_index=True)
     record = run.labels.record("judgements", judge)
     said = [
-        how_often(drawn, run.model["name"]),
+        sentences_of(rates.sentence)[0],
         verdict(all_datasets(rates.estimates), fit=highest(record)),
         *(each[name].sentence for name in ("mass", LAYERS, "locate") if name in each),
     ]
@@ -197,52 +191,15 @@ def result(out: Path) -> Result:
     made = Result(
         name=NAME,
         question=QUESTION,
-        sentence=headline(sentence, found),
+        sentence=headline(sentence, estimates),
         control=" ".join(control),
-        estimates=found,
-        tables=[_drawn_table(drawn), *(one.tables[0] for one in shown.values())],
+        estimates=estimates,
+        tables=[one.tables[0] for one in shown.values()],
         figures={"sites": with_style(sites.draw)()},
         notes=list(dict.fromkeys(note for one in shown.values() for note in one.notes)),
         about={"kind": NAME, **about_runs([run], [judge])},
     )
     return marked(made, record)
-
-
-def drawn_rates(run: Run, judge: str) -> pd.DataFrame:
-    """Estimates of follow-ups and their two parts, by how many tokens of a turn were drawn."""
-    turns = run.labelled(judge, texts=False)
-    turns = turns.join(parts_of(turns, FOLLOW_UP)[[FOLLOWS, IN_ROLE]])
-    counts = 0, 1, run.settings["max_new_tokens"]
-    found: list[TidyEstimate] = []
-    for drawn, decoding in zip(counts, DECODINGS, strict=True):
-        own = turns[turns["drawn_tokens"] == drawn]
-        group = Group(own["source"].to_numpy(), OPTIONS, {"dataset": ALL, "decoding": decoding})
-        found += in_parts(group, own[FOLLOWS], own[IN_ROLE])
-    return estimates_of(found, {"dataset": "str", "decoding": "str"}, OPTIONS["level"])
-
-
-def how_often(drawn: pd.DataFrame, model: str) -> str:
-    """How often turns are follow-ups, and in role, by how many of their tokens were drawn."""
-    said, of = [], {GREEDY: f"greedy turns of {model}", FIRST: "turns with the first token drawn"}
-    of[WHOLE] = "turns with all tokens drawn"
-    for decoding, turns in of.items():
-        rows = drawn[drawn["decoding"] == decoding].set_index("quantity")
-        follow_ups, role = cell_of(rows.loc[RATE]), cell_of(rows.loc[IN_ROLE])
-        once = f", of these {cell_of(rows.loc[ONCE_IN_ROLE])}" * (ONCE_IN_ROLE in rows.index)
-        said.append(f"{follow_ups} of {turns} (in role {role}{once})")
-    return f"Follow-ups are {said[0]}, {said[1]} and {said[2]}."
-
-
-def _drawn_table(drawn: pd.DataFrame) -> Table:
-    return table_of(
-        f"user turns by how much of them is drawn at T = {TEMPERATURES[0]:g}",
-        drawn,
-        {name: (name, 2) for name in (RATE, IN_ROLE, ONCE_IN_ROLE)},
-        index=("decoding",),
-        rows="turns",
-        legend="In role: neither repeats the conversation nor speaks as the assistant. Once in "
-        "role: follow-ups by turns in role.",
-    )
 
 
 # -- the command -----------------------------------------------------------------------------------

@@ -58,14 +58,13 @@ def finished(model: str, data: str, out: Path) -> Path:
 
 def test_a_study_ends_with_one_sentence_its_control_and_a_page(made):
     found = read(made / STUDY)
-    assert re.search(
-        r"are 0\.\d\d \(4 queries\) of greedy turns of \S+ \(in role \S+ \(4 quer", found.sentence
-    )
+    assert re.search(r"\d+ of 16 greedy user turns of \S+ are follow-ups", found.sentence)
     assert "first token" in found.sentence
     assert "of 1.58 bits about which of 3 responses they followed" in found.sentence
     assert "The response's keys and values are enough for" in found.sentence
     assert found.control.startswith("Follow-ups are compared with wrong conversations, bits")
-    assert {"mass", "locate", "study"} == set(found.estimates["stage"])
+    rates = {"rates-builtin", "rates-builtin-drawn-1"}
+    assert rates | {"mass", "locate"} == set(found.estimates["stage"])
     assert "sites" in found.figures
     page = re.sub("<[^>]*>", "", (made / "report.html").read_text("utf-8"))
     assert found.sentence.partition(" tell ")[2][:60] in page
@@ -76,8 +75,8 @@ def test_a_study_prints_a_line_a_stage_its_result_and_one_table(made):
     assert len(said.encode()) <= 6000
     stages, _, rest = said.partition("\n\n")
     names = [line.partition(":")[0] for line in stages.splitlines()]
-    assert names == ["sample", "judge", "rates", "mass", "locate"]
-    assert rest.count("┏") == 1 and "\nthe page: 2 more tables" in rest
+    assert names == ["sample", "judge", "rates", "first token", "mass", "locate"]
+    assert rest.count("┏") == 1 and "\nthe page: 3 more tables" in rest
     assert rest.endswith(f"\npage: {made / 'report.html'}\n")
 
 
