@@ -21,7 +21,7 @@ import argparse
 import sys
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import pandas as pd
@@ -44,7 +44,7 @@ PROMPT = (
 OPENING = "Thanks. I have one question about what you said."
 PROMPTED, OPENED = "prompt", "opening"
 GREEDY = "greedy"
-GAP, BEST, TEMPERATURE = "elicitation gap", "best arm", "best temperature"
+GAP, BEST = "elicitation gap", "best arm"
 
 
 def arm_name(temperature: float, way: str = "") -> str:
@@ -67,21 +67,19 @@ class Elicit(Arms):
         what = "what turns of further arms go on from"
         flag(parser, "--opening", str, OPENING, what, metavar="TEXT")
 
-    @property
-    def ways(self) -> dict[str, dict[str, Any]]:
-        """How the run's contexts are sampled again: the name of the way → what differs."""
-        return {PROMPTED: {"system": self.args.prompt}, OPENED: {"opening": self.args.opening}}
-
     def read(self) -> None:
         Settings(opening=self.args.opening)  # refuses what can't be one
 
     def arms(self) -> Mapping[str, Arm]:
         own = conversations_of(self.contexts)
-        return {way: Arm(own, {"samples": 1} | changes) for way, changes in self.ways.items()}
+        return {
+            PROMPTED: Arm(own, {"samples": 1, "system": self.args.prompt}),
+            OPENED: Arm(own, {"samples": 1, "opening": self.args.opening}),
+        }
 
     def plan(self) -> dict[str, str]:
         temperatures = [0.0, *self.runs[0].settings["temperatures"]]
-        arms = [arm_name(t, way) for way in ("", *self.ways) for t in temperatures]
+        arms = [arm_name(t, way) for way in ("", PROMPTED, OPENED) for t in temperatures]
         return {"arms": "; ".join(arms), **super().plan()}
 
     def rows(self) -> pd.DataFrame:
@@ -101,14 +99,11 @@ class Elicit(Arms):
         ].dropna()
         halves = halves_of(beyond.index, self.args.seed)
         half = np.array([halves[source] for source in beyond.index], dtype=int)
-        # The best of all arms, and of the run's own turns, whose states other experiments measure.
-        plain = [arm for arm in arms if ", " not in arm]
-        for name, among in ((TEMPERATURE, plain), (BEST, arms)):
-            more = beyond[among].sub(beyond[GREEDY], axis=0)
-            values = beyond[among].to_numpy().T, more.to_numpy().T
-            chosen = partial(best_elsewhere, *values, half)  # the bootstrap repeats the choice
-            (gap,) = cluster_bootstrap(chosen, list(beyond.index), **self.options)
-            found.append(TidyEstimate(GAP, {"dataset": ALL, "term": name}, len(beyond), gap))
+        more = beyond.sub(beyond[GREEDY], axis=0)
+        values = beyond.to_numpy().T, more.to_numpy().T
+        chosen = partial(best_elsewhere, *values, half)  # the bootstrap repeats the choice
+        (gap,) = cluster_bootstrap(chosen, list(beyond.index), **self.options)
+        found.append(TidyEstimate(GAP, {"dataset": ALL, "term": BEST}, len(beyond), gap))
         best = [f"{beyond[half == n].mean().idxmax()} on half {n + 1}" for n in np.unique(half)]
         self.notes.append(f"chosen as the best arm: {', '.join(best)} of the queries.")
         return found

@@ -262,7 +262,7 @@ class Perturbations(Arms):
         names = ["run", "context_id", "dataset", "category", "condition", "temperature", "sample"]
         names += ["drawn_tokens", "follow_up", FITS_ORIGINAL, IN_ROLE]
         rows = rows.rename(columns={"term": "condition", RATE: FITS_ORIGINAL})[names]
-        return {"turns": rows.assign(change=rows["condition"].map(NAMES))}
+        return {"turns": rows}
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         rates, bits = only(found, DIFFERENCE), only(found, BITS_DIFFERENCE)

@@ -181,7 +181,7 @@ class Lines:
         levels: label → value where a dotted line is drawn across, such as a ceiling or chance.
         log: whether the y axis is logarithmic.
 
-    Of more than two datasets, all together are drawn first and thick, and each without a band.
+    Beside all datasets together, each one is a thin line without a band.
     """
 
     title: str
@@ -196,16 +196,11 @@ class Lines:
     def draw(self) -> "Figure":
         figure, axes = new_axes(self.title, self.x, self.y)
         shown = with_shown_intervals(self.rows)
-        each = [] if self.by != "dataset" else [*set(shown["dataset"]) - {ALL, FLOOR}]
-        crowded = len(each) > 2
-        if crowded:
-            shown = shown.sort_values("dataset", key=lambda names: names != ALL, kind="stable")
+        of_each = self.by == "dataset" and (shown["dataset"] == ALL).any()
         for colour, (name, rows) in by_colour(shown, self.by):
             rows = rows.sort_values(self.across, kind="stable")
             look: dict[str, float] = {}
-            if crowded and name == ALL:
-                look = {"lw": 3}
-            elif crowded and name in each:
+            if of_each and name not in (ALL, FLOOR):
                 rows, look = rows.assign(low=np.nan, high=np.nan), {"lw": 0.8, "ms": 2}
             draw_line(axes, rows[self.across], rows, colour, _label(name, self.by), **look)
         for label, level in (self.levels or {}).items():
@@ -215,11 +210,10 @@ class Lines:
             axes.yaxis.set_major_formatter("{x:g}")
         axes.legend()
         dotted = f" Dotted: {', '.join(filter(None, self.levels))}." if self.levels else ""
-        thin = f" {ALL} is thick; the intervals of thin lines are in the tables." * crowded
         figure.set_label(
             f"Each line is one {self.by.replace('_', ' ')}; the band around it is its interval, "
-            f"not corrected for how many there are.{thin}{dotted}"
-            + _lacking(shown, "There is no band")
+            "not corrected for how many there are. Thin lines have theirs in the tables; fewer "
+            f"than {LEAST_SHOWN} queries give none.{dotted}"
         )
         return figure
 
@@ -255,7 +249,7 @@ class Bars:
         figure.set_label(
             "Each point is an estimate, and the line through it is its interval. Of many intervals "
             "some miss 0 by chance: an effect is shown only where its corrected p in the table is "
-            "below 0.05." + _lacking(rows, "A point is hollow")
+            f"below 0.05. Hollow points have no interval: fewer than {LEAST_SHOWN} queries."
         )
         return figure
 
@@ -272,10 +266,3 @@ def _label(value: Any, column: str) -> str:
 def _labels(rows: pd.DataFrame, columns: list[str]) -> list[str]:
     """``[rows]``: each row's label, made from its values in these columns."""
     return [", ".join(_label(row[name], name) for name in columns) for _, row in rows.iterrows()]
-
-
-def _lacking(rows: pd.DataFrame, what: str) -> str:
-    """A sentence on estimates without an interval, if there are some."""
-    without = rows["value"].notna() & rows["low"].isna()
-    why = f"where fewer than {LEAST_SHOWN} queries, or queries that are all alike, give no interval"
-    return f" {what} {why}." if without.any() else ""

@@ -52,7 +52,6 @@ from ia_mech.errors import UserError
 from ia_mech.estimates import all_datasets
 from ia_mech.models.embedded import cache_dir, refuse_missing_model
 from ia_mech.rates.fit import highest, marked
-from ia_mech.rates.gate import named
 from ia_mech.rates.latent import verdict
 from ia_mech.results import (
     Result,
@@ -117,8 +116,6 @@ class Stage:
         if self.result:
             found = read(folder_of(run.path, self.result.format(judge=choose_judge([run], None))))
             return sentences_of(one_line(found.sentence))[0]
-        if run.labels.judges:
-            return f"{named(choose_judge([run], None))} has labelled {len(run.turns):,} user turns"
         return f"{len(run.turns):,} user turns in {len(run.contexts):,} conversations"
 
 
@@ -271,17 +268,6 @@ def _study(args: argparse.Namespace) -> int | None:
 
 
 def _run_stages(args: argparse.Namespace) -> int | None:
-    if not (args.out / "run" / "run.json").is_file():
-        # What can't be used is left out, or refused, before anything is planned by the number.
-        from ia_mech.collect.command import build_parser as of_sample
-        from ia_mech.collect.command import settings_of
-        from ia_mech.collect.plan import Plan
-
-        words = stages(args)[0].words[1:]
-        plan = Plan(settings_of(of_sample().parse_args(words)), args.out / "run")
-        for line in plan.skipped:
-            print(f"note: skipped, {one_line(line)}", file=sys.stderr)
-        args.queries = plan.data.rows
     if args.dry_run:
         _print_plan(args)
         return None

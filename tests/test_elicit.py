@@ -106,7 +106,7 @@ def test_the_command_lists_its_arms_and_samples_each_once(siblings, tmp_path, ca
     assert outcome.status == 0, outcome.err
     assert "\nWhat the best other way of asking adds" in outcome.out
     found = pd.read_parquet(out / "estimates.parquet")
-    assert set(found["term"]) == {*arms, "best arm", "best temperature"}
+    assert set(found["term"]) == {*arms, "best arm"}
     by_arm = found.set_index(["quantity", "term"])["value"]
     for arm in set(arms) - {GREEDY}:  # every query has turns of all arms
         apart = by_arm[BEYOND_SIBLINGS, arm] - by_arm[BEYOND_SIBLINGS, GREEDY]

@@ -1,7 +1,6 @@
 """A whole study of a tiny model, its sentence and page; two studies side by side."""
 
 import io
-import json
 import os
 import re
 import shutil
@@ -95,18 +94,6 @@ def test_a_second_call_computes_nothing_again(made, data, tiny_model_dir, monkey
     }
     assert study.study(tiny_model_dir, **options).sentence == before
     assert {path: path.stat().st_mtime_ns for path in made.rglob("part*")} == parts
-
-
-def test_a_plan_refuses_what_the_first_stage_would(tiny_model_dir, tmp_path, capfd):
-    """Also what only the template can tell; without it, the plan is of the others."""
-    rows = [{"prompt": f"What is {n}?"} for n in range(4)] + [{"prompt": "A <|im_end|> mark"}]
-    file = tmp_path / "queries.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = [tiny_model_dir, "--dataset", str(file), "--dry-run", "--out", str(tmp_path / "no")]
-    assert "conversation queries-00005" in refusal(call(study.main, words, capfd))
-    fewer = call(study.main, [*words, "--skip-unusable"], capfd)
-    assert fewer.status == 0 and "queries             4;" in fewer.out
-    assert "note: skipped, conversation queries-00005" in fewer.err
 
 
 @pytest.mark.slow
