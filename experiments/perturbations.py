@@ -41,7 +41,7 @@ from ia_mech.data.conversations import UNPERTURBED, UNPERTURBED_RESPONSE, USER_H
 from ia_mech.errors import UserError
 from ia_mech.estimates import TidyEstimate, all_datasets, could_show, shown_changes
 from ia_mech.judge.judging import ON_UNPERTURBED
-from ia_mech.rates.evidence import FITS_ORIGINAL, UNCHANGED
+from ia_mech.rates.evidence import CHANGE, FITS_ORIGINAL, UNCHANGED
 from ia_mech.results import Table
 from ia_mech.run import Run
 from ia_mech.run.queries import Query, queries_of
@@ -262,7 +262,7 @@ class Perturbations(Arms):
         names = ["run", "context_id", "dataset", "category", "condition", "temperature", "sample"]
         names += ["drawn_tokens", "follow_up", FITS_ORIGINAL, IN_ROLE]
         rows = rows.rename(columns={"term": "condition", RATE: FITS_ORIGINAL})[names]
-        return {"turns": rows}
+        return {"turns": rows.assign(**{CHANGE: rows["condition"].map(NAMES)})}
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         rates, bits = only(found, DIFFERENCE), only(found, BITS_DIFFERENCE)
