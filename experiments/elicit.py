@@ -1,17 +1,15 @@
 """Do turns react more when they are asked for in another way than by greedy decoding?
 
-The ways of asking, called arms, are listed before anything is sampled. They are each temperature of
-the run; a system prompt that asks for a user who follows up; and an opening, words with which every
-turn is forced to begin. Prompt and opening are tried greedily and at each temperature. An arm is
-the same for every response to a query, and the judge sees neither prompt nor opening. An arm's
-number is the follow-up rate of its turns, minus that of the same turns after a sibling (another
-response to the same query): the control. The best arm is chosen on half of the queries, and what it
-adds to greedy decoding is measured on the other half; then the halves change places. The bootstrap
-repeats the choice. What the best arm adds is the elicitation gap.
+The ways of asking, called arms, are each temperature of the run; a system prompt that asks for a
+user who follows up; and an opening, words with which every turn is forced to begin. Prompt and
+opening are tried greedily and at each temperature; the judge sees neither. An arm's number is the
+follow-up rate of its turns, minus that of the same turns after a sibling (another response to the
+same query): the control. The best arm is chosen on half of the queries, and what it adds to greedy
+decoding, the elicitation gap, is measured on the other half; then the halves change places. The
+bootstrap repeats the choice.
 
 Needs: a judged run with several responses per query. Cost: for each of prompt and opening a third
-to the whole of the time that sampling the run's turns took; the built-in judge labels the new
-turns at once.
+to the whole of the time that sampling the run's turns took.
 
     ia-mech elicit cache/RUN
     ia-mech elicit cache/RUN --opening "Let me ask one thing." --dry-run

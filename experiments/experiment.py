@@ -277,22 +277,18 @@ class Experiment(ABC):
         Raises:
             UserError: there is no unit.
         """
-        units = self._at_least_one(units)
+        units = list(units)
+        if not units:
+            raise UserError(
+                f"{self.runs[0].path} holds nothing that {self.name} could measure",
+                "".join(self.notes[-1:]) or "see what it needs in --help",
+            )
         return measure(units, self.model, self._files(units), phase or f"measuring, {self.name}")
 
     def _files(self, units: Sequence[Unit]) -> list[Path]:
         """Where the rows of units are kept."""
         where = self.folder / "parts", self.name
         return [file_of(*where, unit, self.runs[0]) for unit in units]
-
-    def _at_least_one(self, units: Iterable[Unit]) -> list[Unit]:
-        found = list(units)
-        if not found:
-            raise UserError(
-                f"{self.runs[0].path} holds nothing that {self.name} could measure",
-                "".join(self.notes[-1:]) or "see what it needs in --help",
-            )
-        return found
 
     # -- the command ------------------------------------------------------------------------------
 
@@ -378,12 +374,32 @@ class Experiment(ABC):
 
     def check(self) -> None:
         """Refuse what can't be answered."""
-        refuse_unlike(self.runs, self.several_models, self.mixed)
+        self._refuse_unlike()
         if self.siblings and not self.several_models:
             _ = self.queries  # refused before anything slow is loaded
         if self.judged:
             self.gate = self.verdicts.gate
         self.read()
+
+    def _refuse_unlike(self) -> None:
+        """Refuse runs that can't be used together, and perturbed contexts, which none are."""
+        first, names = self.runs[0], () if self.mixed else (*CHAT, *DECODING)
+        models = dict.fromkeys(run.model["name"] for run in self.runs)
+        if len({run.model["weights_hash"] for run in self.runs}) > 1 and not self.several_models:
+            several = f"the runs are of several models ({', '.join(models)})"
+            raise UserError(several, "give runs of one model")
+        for run in self.runs:
+            differ = [name for name in names if run.settings[name] != first.settings[name]]
+            if differ:
+                raise UserError(
+                    f"{first.path} and {run.path} differ in {', '.join(differ)}",
+                    "give runs of the same settings",
+                )
+            if (run.contexts["perturbation"].fillna(UNPERTURBED) != UNPERTURBED).any():
+                raise UserError(
+                    f"{run.path} holds perturbed conversations",
+                    "give the run that they were made from",
+                )
 
     def plan(self) -> dict[str, str]:
         """What would be sampled and measured: name → how much."""
@@ -397,7 +413,7 @@ class Experiment(ABC):
             else:
                 to_sample.append(arm)
         if units is not None:
-            units = self._at_least_one(units)
+            units = list(units)
             lacking = [
                 unit
                 for unit, file in zip(units, self._files(units), strict=True)
@@ -504,23 +520,3 @@ def output_folder(cls: type[Experiment], out: Path | None, first_run: Path) -> P
     usual = folder_of(first_run, cls.folder_name())
     refuse_place(out or usual, cls.name, usual)
     return out or usual
-
-
-def refuse_unlike(runs: list[Run], several_models: bool, mixed: bool) -> None:
-    """Refuse runs that can't be used together, and perturbed contexts, which none are."""
-    first = runs[0]
-    if not several_models and len({run.model["weights_hash"] for run in runs}) > 1:
-        models = ", ".join(dict.fromkeys(run.model["name"] for run in runs))
-        raise UserError(f"the runs are of several models ({models})", "give runs of one model")
-    for run in runs:
-        names = (*CHAT, *DECODING)
-        differ = [name for name in names if run.settings[name] != first.settings[name]]
-        if differ and not mixed:
-            raise UserError(
-                f"{first.path} and {run.path} differ in {', '.join(differ)}",
-                "give runs of the same settings",
-            )
-        if (run.contexts["perturbation"].fillna(UNPERTURBED) != UNPERTURBED).any():
-            raise UserError(
-                f"{run.path} holds perturbed conversations", "give the run that they were made from"
-            )

@@ -63,11 +63,6 @@ class Arms(Experiment):
 
     # -- what is compared -------------------------------------------------------------------------
 
-    @property
-    def outcome(self) -> str:
-        """The quantity that counts."""
-        return BEYOND_SIBLINGS if self.siblings else RATE
-
     @cached_property
     def contexts(self) -> pd.DataFrame:
         """The contexts of the runs whose turns are compared, as ``Query.contexts``."""
@@ -147,7 +142,8 @@ class Arms(Experiment):
     @property
     def change(self) -> str:
         """The quantity that counts, minus that of the first arm that is subtracted."""
-        return f"{self.outcome}, {next(iter(self.less))}"
+        counts = BEYOND_SIBLINGS if self.siblings else RATE
+        return f"{counts}, {next(iter(self.less))}"
 
     def columns_of(
         self, quantity: str, head: str, digits: int | str = 2, difference: str = "+.2f"

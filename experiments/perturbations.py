@@ -1,19 +1,14 @@
 """What of the response does the next user turn depend on?
 
-Each conversation is changed in one respect and sampled again with the same random numbers. The
-response is removed, swapped for one to another query, cut to half of its sentences, or given a
-generic question at its end; its sentences are shuffled, or its answer is contradicted. In two more
-conditions the user header stands without a conversation, or is the assistant's. The judge is shown
-each turn twice: after the conversation that the model was given, and after the unchanged one. A
-turn that was written without the response may still fit it, by topic or by luck. Real follow-ups
-are scored in each changed context. Differences are paired by query. A conversation that a change
-leaves as it is doesn't count for that change. The control is the rate of turns that were written
-without any conversation (header_only): only their form can please a judge. If it isn't among
---conditions, the judge's own control alone is told.
+Each conversation is changed in one respect (--conditions) and sampled again with the same random
+numbers. The judge is shown each turn after the conversation that the model was given, and after the
+unchanged one: a turn that was written without the response may still fit it, by topic or by luck.
+Real follow-ups are scored in each changed context. Differences are paired by query; a conversation
+that a change leaves as it is doesn't count for that change. The control is the rate of turns that
+were written without any conversation (header_only): only their form can please a judge.
 
-Needs: judged runs; real follow-ups for the likelihoods. Cost: eight times the sampling of as
-many turns (48 queries of the embedded model, 5 turns each: some fifteen minutes on a CPU). The
-built-in judge runs at once; for another judge the message says which command to run.
+Needs: judged runs; real follow-ups for the likelihoods. Cost: eight times the sampling of as many
+turns (48 queries of the embedded model, 5 turns each: some fifteen minutes on a CPU).
 
     ia-mech perturbations cache/RUN
     ia-mech perturbations cache/RUN --queries 100 --samples 8

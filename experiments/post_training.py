@@ -1,15 +1,13 @@
 r"""Does training on user turns teach a model to react to the response, or only a turn's form?
 
 ``export`` writes training sequences, ``sft`` and ``grpo`` train, ``compare`` reports what changed.
-A sequence to train on holds the ids of a context as the main job makes them, and of the turn as it
-is tokenized in the dialogue. For GRPO (Shao et al. 2024, arXiv 2402.03300) a prompt is a context
-with its open user header, and a completion is the user turn.
+The loss is on the user turn, as it is tokenized in the dialogue. For GRPO (Shao et al. 2024, arXiv
+2402.03300) a prompt is a context with its open user header, and a completion is the user turn.
 
 ``compare`` takes a judged run of the model before training and one of the trained model, over the
 same contexts with several responses per query. One reader, the model before training, says how many
-bits of evidence each turn gives for the response that it followed. Form alone raises the follow-up
-rate, but not the rate beyond siblings (minus that after another response to the same query): this
-is the control. All numbers are of the same queries.
+bits of evidence each turn gives for the response that it followed. The control is the follow-up
+rate minus that after another response to the same query, which form alone doesn't raise.
 
 Needs: pip install 'ia-mech[train]' for sft, grpo and --adapter; runs with --responses 4. Cost: to
 compare, 10 s of one core per query with 3 responses (135M); to train, minutes to hours.

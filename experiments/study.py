@@ -130,7 +130,8 @@ def stages(args: argparse.Namespace) -> list[Stage]:
     sample += ["--drawn-tokens", *map(str, DRAWN)]
     sample += ["--max-new-tokens", str(TURN_TOKENS), "--out", run]
     sample += ["--unfinished"] * args.unfinished + ["--skip-unusable"] * args.skip_unusable
-    judge = ["judge", "run", run, *shlex.split(args.judge or "")]
+    judge = ["judge", "run", run]
+    judge += ["--judge", *shlex.split(args.judge)] if args.judge else []
     locate = ["locate", run, *queries, "--recipients", str(args.recipients), "--maps", *args.maps]
     found = [
         Stage("sample", sample),
@@ -214,7 +215,7 @@ def build_parser() -> Parser:
     add("--dataset", nonblank, "builtin:study", "of the queries", metavar="DATA")
     add("--queries", whole_from(4), None, "(default: 60)", metavar="N")
     judge = "and its flags, as of ia-mech judge run: 'llm --model NAME' (default: builtin, English)"
-    add("--judge", judge_words, None, judge, metavar="JUDGE")
+    add("--judge", nonblank, None, judge, metavar="JUDGE")
     turns = "turns per conversation and temperature (default: 4)"
     add("--samples", whole_from(1), None, turns, metavar="N")
     maps = f"of the stage locate: {', '.join(MAPS)} (default: {' '.join(USUAL_MAPS)})"
@@ -240,14 +241,6 @@ def main(argv: list[str] | None = None) -> int:
     args = with_defaults(build_parser().parse_args(argv))
     kept = "finished parts are kept; the same command goes on from there"
     return run_command(lambda: _study(args), lambda: kept)
-
-
-def judge_words(given: str) -> str:
-    """A judge and its flags, for argparse."""
-    try:
-        return shlex.join(["--judge", *shlex.split(nonblank(given))])
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{given!r}: {error}") from None
 
 
 def with_defaults(args: argparse.Namespace) -> argparse.Namespace:
@@ -317,10 +310,9 @@ def study(model: str, **options: Any) -> Result:
     Raises:
         UserError: a stage can't be done; it has said why.
     """
-    from ia_mech.settings import dataset_of, parameters_named
+    from ia_mech.settings import dataset_of
 
-    parser, words = build_parser(), [model]
-    known = {one.dest: None if one.nargs == 0 else one.type or str for one in parser._actions[1:]}
+    words = [model]
     for name, value in options.items():
         value = dataset_of(value) if name == "dataset" else value
         flag = f"--{name.replace('_', '-')}"
@@ -328,10 +320,8 @@ def study(model: str, **options: Any) -> Result:
             words.append(flag)
         elif value is not None and value is not False:
             words += [flag, *map(str, value if isinstance(value, list | tuple) else [value])]
-    with parameters_named(known, "ia-mech study"):
-        args = with_defaults(parser.read(words))
-        status = _study(args)
-    if status:
+    args = with_defaults(build_parser().read(words))
+    if status := _study(args):
         raise UserError(f"the study ended with status {status}", "see what its last stage said")
     return read(folder_of(args.out / "run", NAME))
 

@@ -180,12 +180,8 @@ class Loaded:
             progress.advance(tokens, self.team.devices().removeprefix(", "))
 
         def measured(size: int) -> pd.DataFrame:
-            tick(-ticked)  # of a try that memory was too small for
-            what, listener = (
-                (rows_of, self.chat, unit, SHARES // size),
-                SimpleNamespace(advance=tick),
-            )
-            return self.team.call(*what, listener=listener)
+            what = rows_of, self.chat, unit, SHARES // size
+            return self.team.call(*what, listener=SimpleNamespace(advance=tick))
 
         def shrank(size: int) -> None:
             progress.say(f"out of memory: passes of {named!r} hold 1/{SHARES // size} now")
