@@ -75,11 +75,6 @@ class Elicit(Arms):
             OPENED: Arm(own, {"samples": 1, "opening": self.args.opening}),
         }
 
-    def plan(self) -> dict[str, str]:
-        temperatures = [0.0, *self.runs[0].settings["temperatures"]]
-        arms = [arm_name(t, way) for way in ("", PROMPTED, OPENED) for t in temperatures]
-        return {"arms": "; ".join(arms), **super().plan()}
-
     def rows(self) -> pd.DataFrame:
         """A row per arm and query: a temperature and a way of asking are an arm."""
         rows = super().rows()

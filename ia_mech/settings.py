@@ -531,9 +531,10 @@ class Settings:
         return embedded.cache_dir() / "-".join(words).lower()
 
 
-Parsers = Mapping[str, Any]  # parameters of a function → how a word is read; None: a switch
-PARAMETERS: Parsers = {one.name: one.metadata["flag"].parse for one in fields(Settings)} | {
-    name: whole_from(1) for name in ("out", "shard", "workers", "threads")
+# Parameters of sample() → how a word is read; None: a switch.
+PARAMETERS: Mapping[str, Any] = {
+    **{one.name: one.metadata["flag"].parse for one in fields(Settings)},
+    **{name: whole_from(1) for name in ("out", "shard", "workers", "threads")},
 }
 # A command to be typed into a shell, up to the end; or a flag, and the word after it.
 _FLAG = re.compile(r"(\S*ia-mech [a-z].*)|--([a-z-]+[a-z])(?: ('[^']*'|[\w./=:+-]*\w)(?![\w']))?")
