@@ -26,7 +26,8 @@ from ia_mech.judge.verdict import identity_hash
 from ia_mech.rates.load import NO_ANNOTATOR, JudgedTurns, read_runs
 from ia_mech.run import Run, integrity, layout
 from ia_mech.run.integrity import without_folders
-from ia_mech.settings import Settings
+from ia_mech.run.writer import refuse_another
+from ia_mech.settings import Settings, flag_of
 
 if TYPE_CHECKING:
     from experiments.units import Loaded
@@ -124,8 +125,8 @@ def _parts(value: Any) -> Iterator[bytes]:
         yield repr(value).encode()
 
 
-def sample_arm(of: "Loaded", arm: Arm, folder: Path) -> Run:
-    """The run of an arm in a folder: sampled, continued, or as it is.
+class ArmRun:
+    """The run of an arm in a folder, ``folder/run``, beside the conversations that it is of.
 
     Args:
         of: the model of the run whose settings are used; it is loaded where something is left to
@@ -133,41 +134,9 @@ def sample_arm(of: "Loaded", arm: Arm, folder: Path) -> Run:
         arm: what differs; with the setting ``intervention``, a file with a steering vector.
         folder: made if it isn't there.
 
-    Raises:
+    Raises, in both methods:
         UserError: the folder holds other conversations or changes, or a run without them.
     """
-    from ia_mech.collect.job import collect
-    from ia_mech.collect.plan import Plan
-
-    made = _Sampled(of, arm, folder)
-    if (run := made.finished()) is not None:
-        return run
-
-    def write(scratch: Path) -> None:
-        scratch.write_bytes(made.content)
-
-    folder.mkdir(parents=True, exist_ok=True)
-    if not made.same:
-        integrity.replace_file(made.file, write)
-    settings, used, contexts = made.settings, of.team, len(arm.conversations)
-    many = f"{contexts} conversation{'s' * (contexts > 1)}"
-    turns = f"{many}, {contexts * len(settings.rows())} user turns at most"
-    print(f"{turns}, {settings.model} on {used.device}, to {made.out}", file=sys.stderr)
-    plan = Plan(settings, made.out, device=used.device)
-    return collect(plan, used, Bar(), crew=of.crew, interventions=arm.interventions)
-
-
-def is_sampled(of: "Loaded", arm: Arm, folder: Path) -> bool:
-    """Whether a folder holds an arm's run already.
-
-    Raises:
-        UserError: as :func:`sample_arm`.
-    """
-    return _Sampled(of, arm, folder).finished() is not None
-
-
-class _Sampled:
-    """What the folder of an arm holds, and is to hold."""
 
     def __init__(self, of: "Loaded", arm: Arm, folder: Path) -> None:
         self.of, self.arm, self.out = of, arm, folder / RUN
@@ -175,6 +144,23 @@ class _Sampled:
         self.file = folder.resolve() / CONVERSATIONS
         lines = (json.dumps(one.to_dict(), ensure_ascii=False) for one in told_apart(arm, of.chat))
         self.content = "".join(f"{line}\n" for line in lines).encode()
+
+    def sample(self) -> Run:
+        """The run: sampled, continued, or as it is."""
+        from ia_mech.collect.job import collect
+        from ia_mech.collect.plan import Plan
+
+        if (run := self.finished()) is not None:
+            return run
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        if not self.same:
+            integrity.replace_file(self.file, lambda scratch: scratch.write_bytes(self.content))
+        settings, used, contexts = self.settings, self.of.team, len(self.arm.conversations)
+        many = f"{contexts} conversation{'s' * (contexts > 1)}"
+        turns = f"{many}, {contexts * len(settings.rows())} user turns at most"
+        print(f"{turns}, {settings.model} on {used.device}, to {self.out}", file=sys.stderr)
+        plan = Plan(settings, self.out, device=used.device)
+        return collect(plan, used, Bar(), crew=self.of.crew, interventions=self.arm.interventions)
 
     @property
     def same(self) -> bool:
@@ -195,11 +181,7 @@ class _Sampled:
         )
 
     def finished(self) -> Run | None:
-        """The arm's run, if it is there and whole.
-
-        Raises:
-            UserError: another is.
-        """
+        """The run, if it is there and whole."""
         from ia_mech.steering import SteeringVector
 
         if not (self.out / layout.RUN).is_file():
@@ -214,13 +196,10 @@ class _Sampled:
         wanted: dict[str, Any] = {"settings": self.settings.to_dict(), "intervention": None}
         if vector:  # not its file's name, tells runs apart
             wanted["intervention"] = SteeringVector.load(vector).sha256
-        kept = {"settings": there.settings | {"dataset": str(self.file)}}
-        kept["intervention"] = there.record["identity"]["intervention"]
-        model = self.of.spec
-        if there.model["weights_hash"] == self.of.run.model["weights_hash"]:  # wherever they are
-            kept["settings"] |= {"model": model.name, "adapter": model.adapter}
-        alike = without_folders(kept) == without_folders(wanted)
-        return there if there.complete and alike else None
+        same_weights = there.model["weights_hash"] == self.of.run.model["weights_hash"]
+        known = {"identity": without_folders(wanted)}
+        refuse_another(self.out, there.record, known, flag_of, same_weights)
+        return there if there.complete else None
 
 
 # -- judged ----------------------------------------------------------------------------------------
@@ -240,13 +219,9 @@ def judge_alike(first: Run, runs: Sequence[Run], judge: str, *, unperturbed: boo
     if todo and identity_hash(own) != identity_hash(ours.identity):
         commands = []
         for name in dict.fromkeys(name for _, name in todo):
-            paths = [shell_word(run.path) for run, own in todo if own == name]
+            paths = " ".join(shell_word(run.path) for run, own in todo if own == name)
             flags = f"--name {name}{' --unperturbed' * names[name]}"
-            commands.append(
-                f"for run in {' '.join(paths)}; do ia-mech judge run $run {flags}; done"
-                if len(paths) > 1
-                else f"ia-mech judge run {paths[0]} {flags}"
-            )
+            commands.append(f"for run in {paths}; do ia-mech judge run $run {flags}; done")
         lacking = list(dict.fromkeys(str(run.path) for run, _ in todo))
         more = f" and {len(lacking) - 1} more runs" if len(lacking) > 1 else ""
         raise UserError(

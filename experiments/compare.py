@@ -1,11 +1,10 @@
 """How do models differ in how much their user turns depend on the response?
 
 The numbers of several studies side by side, over the queries that all of them hold: the bits that
-turns express, the bits that the response and the header carry, how much more often a judge calls
-turns follow-ups to their own response than to another one, and which categories it gives them.
-Differences from the first study are paired by query. Nothing else is computed: each study has
-stored its numbers by query. Responses that differ more are easier to tell apart, so the headline
-says whether the models followed the same ones.
+turns express, the bits that sites carry, and how much more often a judge calls turns follow-ups to
+their own response than to another one. Differences from the first study are paired by query.
+Nothing else is computed: each study has stored its numbers by query. Each model wrote its own
+responses, which alone can move bits: responses that differ more are easier to tell apart.
 
 Needs: two or more finished studies of the same queries. Cost: seconds.
 
@@ -14,7 +13,7 @@ Needs: two or more finished studies of the same queries. Cost: seconds.
 
 import argparse
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
@@ -33,71 +32,37 @@ from ia_mech.likelihood.carried import CEILING
 from ia_mech.models.embedded import cache_dir
 from ia_mech.results import Table, folder_of, kind_of, read
 from ia_mech.run import Run
-from ia_mech.run.layout import RUN
-from ia_mech.run.sources import sources_of, split_source
+from ia_mech.run.sources import split_source
 
-BITS, BEYOND_SIBLINGS, SHARE = "bits", "follow-ups beyond siblings", "share of turns"
-BOUNDS = {BITS: (-np.inf, CEILING), BEYOND_SIBLINGS: (-1.0, 1.0), SHARE: (0.0, 1.0)}
+BITS, BEYOND_SIBLINGS = "bits", "follow-ups beyond siblings"
+BOUNDS = {BITS: (-np.inf, CEILING), BEYOND_SIBLINGS: (-1.0, 1.0)}
 TITLES = {
     BITS: "bits about the response, expressed (own context) and by site alone",
     BEYOND_SIBLINGS: "follow-ups by the judge, beyond siblings",
-    SHARE: "what the turns are, by the judge",
 }
 SAMPLED = "sampled"
 
 
 def run_of(study: Path) -> Path:
     """The run of a finished study."""
-    if (study / RUN).is_file():
-        raise UserError(
-            f"{study} is a run, not a study",
-            "give folders that ia-mech study has written; ia-mech report shows runs side by side",
-        )
     if not kind_of(folder_of(study / "run", "study")):
-        raise UserError(f"{study} is not a finished study", "make it with ia-mech study")
+        raise UserError(f"{study} is not a finished study", "give folders of ia-mech study")
     return study / "run"
 
 
 def numbers_of(run: Run) -> pd.DataFrame:
-    """The numbers of a study by query: ``quantity``, ``term`` (a site, a judge's category, or all
-    turns), ``turns`` (``greedy``, ``sampled`` or an arm), ``source``, ``dataset``, ``value``."""
-    elicited = folder_of(run.path, "elicit") / "rows.parquet"  # --quick leaves it out
+    """The numbers of a study by query: ``quantity``, ``term`` (a site, or all turns), ``turns``
+    (``greedy``, ``sampled`` or an arm), ``source``, ``dataset``, ``value``."""
     bits = pd.read_parquet(folder_of(run.path, "locate") / "queries.parquet")
-    turns = bits["temperature"].map(turns_of)
-    (judge,) = read(folder_of(run.path, "study")).about["labellers"]
-    found = [
-        bits.assign(quantity=BITS, turns=turns, value=bits["bits"]),
-        category_shares(run, judge),
-    ]
+    bits["turns"] = bits["temperature"].map(turns_of)
+    found = [bits.assign(quantity=BITS, value=bits["bits"])]
+    elicited = folder_of(run.path, "elicit") / "rows.parquet"  # --quick leaves it out
     if elicited.is_file():
-        arms = pd.read_parquet(elicited)
-        found.append(
-            arms.assign(
-                quantity=BEYOND_SIBLINGS,
-                term="turns",
-                turns=arms["arm"],
-                value=arms[BEYOND_SIBLINGS],
-            )
-        )
+        arms = pd.read_parquet(elicited).rename(columns={"arm": "turns", BEYOND_SIBLINGS: "value"})
+        found.append(arms.assign(quantity=BEYOND_SIBLINGS, term="turns"))
     columns = ["quantity", "term", "turns", "source", "value"]
     rows = pd.concat([frame[columns] for frame in found], ignore_index=True)
     return rows.assign(dataset=[split_source(source)[0] for source in rows["source"]])
-
-
-def category_shares(run: Run, judge: str) -> pd.DataFrame:
-    """The share of each category among the turns that a judge could assess, by query."""
-    from ia_mech.judge.rubric import rubric_of
-
-    rubric = rubric_of(run.labels.record("judgements", judge))
-    labels = run.labelled(judge, texts=False)
-    labels = labels[run.drawn(labels) & labels["follow_up"].notna()].astype(
-        {"source": object, "category": object}
-    )
-    labels["turns"] = labels["temperature"].map(turns_of)
-    counts = pd.crosstab([labels["turns"], labels["source"]], labels["category"], normalize="index")
-    counts = counts.reindex(columns=list(rubric.assessed), fill_value=0.0)
-    each = counts.rename_axis(["turns", "source"]).rename_axis("term", axis=1).stack()
-    return each.rename("value").reset_index().assign(quantity=SHARE)
 
 
 def turns_of(temperature: float) -> str:
@@ -105,24 +70,11 @@ def turns_of(temperature: float) -> str:
     return SAMPLED if np.isnan(temperature) else arm_name(temperature)
 
 
-def after_which(runs: Iterable[Run], queries: set[str]) -> str:
-    """Whether the turns after these queries followed the same responses in all runs, in words."""
-    responses = []
-    for run in runs:
-        said = [messages[-1]["content"] for messages in run.contexts["messages"]]
-        pairs = zip(sources_of(run.contexts), said, strict=True)
-        responses.append({pair for pair in pairs if pair[0] in queries})
-    if all(one == responses[0] for one in responses):
-        return "all after the same responses"
-    return "each after its own responses, which alone can move bits"
-
-
 class Compare(Arms):
     name = "compare"
     given = "STUDY", path_of
     judged, loads, several_models, mixed = False, False, True, True
     by = ("term", "turns", "model")
-    shares = (SHARE,)
     columns: ClassVar = {
         **dict.fromkeys(("dataset", "model", "term", "turns"), "str"),
         "temperature": "float64",
@@ -154,7 +106,6 @@ class Compare(Arms):
         rows = rows[of == len(self.runs)].drop(columns="kind").reset_index(drop=True)
         if rows.empty:
             raise UserError("the studies share no queries", "make them with the same --dataset")
-        self.after = after_which(self.runs, set(rows["source"]))
         return rows
 
     def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
@@ -171,7 +122,6 @@ class Compare(Arms):
                 {quantity: ("mean", 2), f"{quantity}, less": (f"minus {self.models[0]}", "+.2f")},
                 index=("dataset", *self.by),
                 rows="queries",
-                full=quantity == SHARE,
             )
         return made
 
@@ -194,7 +144,7 @@ class Compare(Arms):
         return made
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
-        words = f"bits that sampled turns tell about their response ({self.after})"
+        words = "bits that sampled turns tell about their response (each model wrote its own)"
         own, less = (
             only(found, quantity, term="own context", turns=SAMPLED)
             for quantity in (BITS, f"{BITS}, less")

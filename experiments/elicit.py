@@ -1,17 +1,15 @@
 """Do turns react more when they are asked for in another way than by greedy decoding?
 
-The ways of asking, called arms, are listed before anything is sampled. They are each temperature of
-the run; a system prompt that asks for a user who follows up; and an opening, words with which every
-turn is forced to begin. Prompt and opening are tried greedily and at each temperature. An arm is
-the same for every response to a query, and the judge sees neither prompt nor opening. An arm's
-number is the follow-up rate of its turns, minus that of the same turns after a sibling (another
-response to the same query): the control. The best arm is chosen on half of the queries, and what it
-adds to greedy decoding is measured on the other half; then the halves change places. The bootstrap
-repeats the choice. What the best arm adds is the elicitation gap.
+The ways of asking, called arms, are each temperature of the run; a system prompt that asks for a
+user who follows up; and an opening, words with which every turn is forced to begin. Prompt and
+opening are tried greedily and at each temperature; the judge sees neither. An arm's number is the
+follow-up rate of its turns, minus that of the same turns after a sibling (another response to the
+same query): the control. The best arm is chosen on half of the queries, and what it adds to greedy
+decoding, the elicitation gap, is measured on the other half; then the halves change places. The
+bootstrap repeats the choice.
 
 Needs: a judged run with several responses per query. Cost: for each of prompt and opening a third
-to the whole of the time that sampling the run's turns took; the built-in judge labels the new
-turns at once.
+to the whole of the time that sampling the run's turns took.
 
     ia-mech elicit cache/RUN
     ia-mech elicit cache/RUN --opening "Let me ask one thing." --dry-run
@@ -21,7 +19,7 @@ import argparse
 import sys
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import pandas as pd
@@ -44,7 +42,7 @@ PROMPT = (
 OPENING = "Thanks. I have one question about what you said."
 PROMPTED, OPENED = "prompt", "opening"
 GREEDY = "greedy"
-GAP, BEST, TEMPERATURE = "elicitation gap", "best arm", "best temperature"
+GAP, BEST = "elicitation gap", "best arm"
 
 
 def arm_name(temperature: float, way: str = "") -> str:
@@ -67,22 +65,15 @@ class Elicit(Arms):
         what = "what turns of further arms go on from"
         flag(parser, "--opening", str, OPENING, what, metavar="TEXT")
 
-    @property
-    def ways(self) -> dict[str, dict[str, Any]]:
-        """How the run's contexts are sampled again: the name of the way → what differs."""
-        return {PROMPTED: {"system": self.args.prompt}, OPENED: {"opening": self.args.opening}}
-
     def read(self) -> None:
         Settings(opening=self.args.opening)  # refuses what can't be one
 
     def arms(self) -> Mapping[str, Arm]:
         own = conversations_of(self.contexts)
-        return {way: Arm(own, {"samples": 1} | changes) for way, changes in self.ways.items()}
-
-    def plan(self) -> dict[str, str]:
-        temperatures = [0.0, *self.runs[0].settings["temperatures"]]
-        arms = [arm_name(t, way) for way in ("", *self.ways) for t in temperatures]
-        return {"arms": "; ".join(arms), **super().plan()}
+        return {
+            PROMPTED: Arm(own, {"samples": 1, "system": self.args.prompt}),
+            OPENED: Arm(own, {"samples": 1, "opening": self.args.opening}),
+        }
 
     def rows(self) -> pd.DataFrame:
         """A row per arm and query: a temperature and a way of asking are an arm."""
@@ -101,14 +92,11 @@ class Elicit(Arms):
         ].dropna()
         halves = halves_of(beyond.index, self.args.seed)
         half = np.array([halves[source] for source in beyond.index], dtype=int)
-        # The best of all arms, and of the run's own turns, whose states other experiments measure.
-        plain = [arm for arm in arms if ", " not in arm]
-        for name, among in ((TEMPERATURE, plain), (BEST, arms)):
-            more = beyond[among].sub(beyond[GREEDY], axis=0)
-            values = beyond[among].to_numpy().T, more.to_numpy().T
-            chosen = partial(best_elsewhere, *values, half)  # the bootstrap repeats the choice
-            (gap,) = cluster_bootstrap(chosen, list(beyond.index), **self.options)
-            found.append(TidyEstimate(GAP, {"dataset": ALL, "term": name}, len(beyond), gap))
+        more = beyond.sub(beyond[GREEDY], axis=0)
+        values = beyond.to_numpy().T, more.to_numpy().T
+        chosen = partial(best_elsewhere, *values, half)  # the bootstrap repeats the choice
+        (gap,) = cluster_bootstrap(chosen, list(beyond.index), **self.options)
+        found.append(TidyEstimate(GAP, {"dataset": ALL, "term": BEST}, len(beyond), gap))
         best = [f"{beyond[half == n].mean().idxmax()} on half {n + 1}" for n in np.unique(half)]
         self.notes.append(f"chosen as the best arm: {', '.join(best)} of the queries.")
         return found

@@ -16,23 +16,20 @@ import re
 import shlex
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import pandas as pd
-from filelock import FileLock, Timeout
 
 from experiments.arms import (
     CHAT,
     DECODING,
     Arm,
-    is_sampled,
+    ArmRun,
     judge_alike,
-    sample_arm,
     verdicts_of,
 )
 from experiments.shown import Drawing, estimates_of, headline, print_plan, sentence_of, too_few
@@ -60,13 +57,10 @@ from ia_mech.rates.fit import marked
 from ia_mech.rates.gate import Gate
 from ia_mech.rates.load import JudgedTurns, open_runs
 from ia_mech.results import (
-    LOCK,
     Result,
     Table,
     about_runs,
     folder_of,
-    kind_of,
-    read,
     refuse_place,
     show,
     write,
@@ -130,7 +124,6 @@ class Experiment(ABC):
         self.runs, self.args, self.folder = runs, args, folder
         self.notes: list[str] = []
         self.sampled: dict[str, Run] = {}
-        self._models: dict[Path, Loaded] = {}
 
     # -- what an experiment says ------------------------------------------------------------------
 
@@ -205,26 +198,22 @@ class Experiment(ABC):
             found = several
         return subsample(found, getattr(self.args, "queries", None), self.args.seed)
 
-    def model_of(self, run: Run) -> Loaded:
-        """The model of a run, which is loaded at first use."""
+    @cached_property
+    def model(self) -> Loaded:
+        """The first run's model, which is loaded at first use."""
         from ia_mech.engine.workers import Crew
 
-        args, place = self.args, getattr(self.args, "model", None)
-        crew = Crew(args.workers, args.threads, getattr(args, "ray", None))
-        return self._models.setdefault(run.path, Loaded(run, place, crew))
+        args = self.args
+        return Loaded(self.runs[0], args.model, Crew(args.workers, args.threads, args.ray))
 
     @property
     def config(self) -> Any:
-        return self.model_of(self.runs[0]).files.config
+        return self.model.files.config
 
     @property
     def chat(self) -> "ChatFormat":
         """The model's chat format with the run's settings; no weights are loaded."""
-        return self.model_of(self.runs[0]).chat
-
-    def run_for(self, unit: Any) -> Run:
-        """The run whose model measures a unit: the first, where runs are of one model."""
-        return self.runs[0]
+        return self.model.chat
 
     @property
     def options(self) -> dict[str, Any]:
@@ -238,9 +227,8 @@ class Experiment(ABC):
 
     def sample(self, name: str, arm: Arm) -> Run:
         """The run of an arm, which is then among :attr:`sampled`."""
-        found = sample_arm(self.model_of(self.runs[0]), arm, self.place(name))
-        self.sampled[name] = found
-        return found
+        self.sampled[name] = ArmRun(self.model, arm, self.place(name)).sample()
+        return self.sampled[name]
 
     def judge_arms(self, *, unperturbed: bool = False) -> str:
         """Have the arms' turns judged as the first run's were (:func:`judge_alike`); returns the
@@ -265,16 +253,10 @@ class Experiment(ABC):
         return sentence_of(words, rows, null=0.0, most=most)
 
     @property
-    def tests_made(self) -> int:
-        """How many tests are corrected together, as far as that is known before."""
-        return 1
-
-    @property
     def too_few(self) -> str:
         """A warning if there are too few queries to show anything; else an empty text."""
-        every = {source for run in self.runs for source in sources_of(run.contexts)}
-        count = len(vars(self).get("queries", every))  # those that were read
-        return too_few(min(count, getattr(self.args, "queries", None) or count), self.tests_made)
+        count = len({source for run in self.runs for source in sources_of(run.contexts)})
+        return too_few(min(count, getattr(self.args, "queries", None) or count))
 
     @property
     def beside(self) -> Path:
@@ -295,23 +277,18 @@ class Experiment(ABC):
         Raises:
             UserError: there is no unit.
         """
-        units = self._at_least_one(units)
-        models = [self.model_of(self.run_for(unit)) for unit in units]
-        return measure(units, models, self._files(units), phase or f"measuring, {self.name}")
-
-    def _files(self, units: Sequence[Unit]) -> list[Path]:
-        """Where the rows of units are kept."""
-        where = self.folder / "parts", self.name
-        return [file_of(*where, unit, self.run_for(unit)) for unit in units]
-
-    def _at_least_one(self, units: Iterable[Unit]) -> list[Unit]:
-        found = list(units)
-        if not found:
+        units = list(units)
+        if not units:
             raise UserError(
                 f"{self.runs[0].path} holds nothing that {self.name} could measure",
                 "".join(self.notes[-1:]) or "see what it needs in --help",
             )
-        return found
+        return measure(units, self.model, self._files(units), phase or f"measuring, {self.name}")
+
+    def _files(self, units: Sequence[Unit]) -> list[Path]:
+        """Where the rows of units are kept."""
+        where = self.folder / "parts", self.name
+        return [file_of(*where, unit, self.runs[0]) for unit in units]
 
     # -- the command ------------------------------------------------------------------------------
 
@@ -359,7 +336,7 @@ class Experiment(ABC):
         written.add_argument("--full", action="store_true", help="print all tables and notes")
         written.add_argument("--dry-run", action="store_true", help="say what it takes, and stop")
         add_workers(computing := parser.add_argument_group("what computes"))
-        if cls.loads and not cls.several_models:
+        if cls.loads:
             add_ray(computing)
         add_intervals(parser.add_argument_group("intervals"), seed="what is drawn")
         parser.set_defaults(command_line="")  # as it was given; empty where there was none
@@ -386,28 +363,43 @@ class Experiment(ABC):
             return
         if one.too_few:
             print(f"note: too few queries: {one.too_few}", file=sys.stderr, flush=True)
-        with only_writer(one.folder):
-            made = with_style(one.result)()
-            known = kind_of(one.folder)
-            earlier = read(one.folder).about["command"] if known else args.command_line
-            write(made, one.folder)
+        made = with_style(one.result)()
+        write(made, one.folder)
         show(made, console(), full=args.full)  # after writing: a closed pipe costs no file
         print(f"numbers went to {shell_word(one.folder)}", file=sys.stderr)
         if one.sampled:
             print(f"new turns went to {shell_word(one.beside)}", file=sys.stderr)
-        if earlier != args.command_line:
-            print(f"this replaced the result of: {earlier}", file=sys.stderr)
         page = f"{program()} report {' '.join(map(shell_word, args.runs))}"
         print(f"next: {page}{f' --results {shell_word(args.out)}' if args.out else ''}")
 
     def check(self) -> None:
         """Refuse what can't be answered."""
-        refuse_unlike(self.runs, self.several_models, self.mixed)
+        self._refuse_unlike()
         if self.siblings and not self.several_models:
             _ = self.queries  # refused before anything slow is loaded
         if self.judged:
             self.gate = self.verdicts.gate
         self.read()
+
+    def _refuse_unlike(self) -> None:
+        """Refuse runs that can't be used together, and perturbed contexts, which none are."""
+        first, names = self.runs[0], () if self.mixed else (*CHAT, *DECODING)
+        models = dict.fromkeys(run.model["name"] for run in self.runs)
+        if len({run.model["weights_hash"] for run in self.runs}) > 1 and not self.several_models:
+            several = f"the runs are of several models ({', '.join(models)})"
+            raise UserError(several, "give runs of one model")
+        for run in self.runs:
+            differ = [name for name in names if run.settings[name] != first.settings[name]]
+            if differ:
+                raise UserError(
+                    f"{first.path} and {run.path} differ in {', '.join(differ)}",
+                    "give runs of the same settings",
+                )
+            if (run.contexts["perturbation"].fillna(UNPERTURBED) != UNPERTURBED).any():
+                raise UserError(
+                    f"{run.path} holds perturbed conversations",
+                    "give the run that they were made from",
+                )
 
     def plan(self) -> dict[str, str]:
         """What would be sampled and measured: name → how much."""
@@ -416,12 +408,12 @@ class Experiment(ABC):
         for name, arm in arms.items():
             count, each = len(arm.conversations), f"{arm.rows(self.runs[0])} turns after each"
             lines[name] = f"{count} conversation{'s' * (count > 1)} to sample {each}"
-            if is_sampled(self.model_of(self.runs[0]), arm, self.place(name)):
+            if ArmRun(self.model, arm, self.place(name)).finished() is not None:
                 lines[name] += "; done already"
             else:
                 to_sample.append(arm)
         if units is not None:
-            units = self._at_least_one(units)
+            units = list(units)
             lacking = [
                 unit
                 for unit, file in zip(units, self._files(units), strict=True)
@@ -509,27 +501,6 @@ def flag(
     parser.add_argument(name, type=kind, default=default, help=what.replace("%", "%%"), **more)
 
 
-@contextmanager
-def only_writer(folder: Path) -> Iterator[None]:
-    """Keep other commands from writing results to a folder; none is left that holds nothing."""
-    new = not folder.is_dir()
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / LOCK)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise UserError(
-            f"another command is writing to {folder}", "wait for it, or give another --out"
-        ) from None
-    try:
-        yield
-    finally:
-        (folder / LOCK).unlink(missing_ok=True)
-        lock.release()
-        if new and not any(folder.iterdir()):
-            folder.rmdir()
-
-
 def command_line(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str:
     """The command as a result keeps it: all that may change the result, and no folders of this
     machine."""
@@ -549,23 +520,3 @@ def output_folder(cls: type[Experiment], out: Path | None, first_run: Path) -> P
     usual = folder_of(first_run, cls.folder_name())
     refuse_place(out or usual, cls.name, usual)
     return out or usual
-
-
-def refuse_unlike(runs: list[Run], several_models: bool, mixed: bool) -> None:
-    """Refuse runs that can't be used together, and perturbed contexts, which none are."""
-    first = runs[0]
-    if not several_models and len({run.model["weights_hash"] for run in runs}) > 1:
-        models = ", ".join(dict.fromkeys(run.model["name"] for run in runs))
-        raise UserError(f"the runs are of several models ({models})", "give runs of one model")
-    for run in runs:
-        names = (*CHAT, *DECODING)
-        differ = [name for name in names if run.settings[name] != first.settings[name]]
-        if differ and not mixed:
-            raise UserError(
-                f"{first.path} and {run.path} differ in {', '.join(differ)}",
-                "give runs of the same settings",
-            )
-        if (run.contexts["perturbation"].fillna(UNPERTURBED) != UNPERTURBED).any():
-            raise UserError(
-                f"{run.path} holds perturbed conversations", "give the run that they were made from"
-            )

@@ -431,8 +431,6 @@ class FollowUps(Grid):
                 f"{self.measured} under {self.put} of donors, T = {self.temperature:g}",
                 found,
                 columns,
-                detectable=MOVED,
-                most=1.0,
                 index=("dataset", "term", *["layer"] * bool(found["layer"].notna().any())),
                 rows="recipients",
                 legend=legend,

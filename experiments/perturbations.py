@@ -1,19 +1,14 @@
 """What of the response does the next user turn depend on?
 
-Each conversation is changed in one respect and sampled again with the same random numbers. The
-response is removed, swapped for one to another query, cut to half of its sentences, or given a
-generic question at its end; its sentences are shuffled, or its answer is contradicted. In two more
-conditions the user header stands without a conversation, or is the assistant's. The judge is shown
-each turn twice: after the conversation that the model was given, and after the unchanged one. A
-turn that was written without the response may still fit it, by topic or by luck. Real follow-ups
-are scored in each changed context. Differences are paired by query. A conversation that a change
-leaves as it is doesn't count for that change. The control is the rate of turns that were written
-without any conversation (header_only): only their form can please a judge. If it isn't among
---conditions, the judge's own control alone is told.
+Each conversation is changed in one respect (--conditions) and sampled again with the same random
+numbers. The judge is shown each turn after the conversation that the model was given, and after the
+unchanged one: a turn that was written without the response may still fit it, by topic or by luck.
+Real follow-ups are scored in each changed context. Differences are paired by query; a conversation
+that a change leaves as it is doesn't count for that change. The control is the rate of turns that
+were written without any conversation (header_only): only their form can please a judge.
 
-Needs: judged runs; real follow-ups for the likelihoods. Cost: eight times the sampling of as
-many turns (48 queries of the embedded model, 5 turns each: some fifteen minutes on a CPU). The
-built-in judge runs at once; for another judge the message says which command to run.
+Needs: judged runs; real follow-ups for the likelihoods. Cost: eight times the sampling of as many
+turns (48 queries of the embedded model, 5 turns each: some fifteen minutes on a CPU).
 
     ia-mech perturbations cache/RUN
     ia-mech perturbations cache/RUN --queries 100 --samples 8
@@ -35,13 +30,13 @@ from experiments.change import ask, contradict, other_response, shuffle_sentence
 from experiments.experiment import Conclusion, flag
 from experiments.judged import Arms
 from experiments.outcome import IN_ROLE, RATE
-from experiments.shown import Bars, Drawing, only, tables_of
+from experiments.shown import only, tables_of
 from ia_mech.cli import whole_from
 from ia_mech.data.conversations import UNPERTURBED, UNPERTURBED_RESPONSE, USER_HEADER, Conversation
 from ia_mech.errors import UserError
 from ia_mech.estimates import TidyEstimate, all_datasets, could_show, shown_changes
 from ia_mech.judge.judging import ON_UNPERTURBED
-from ia_mech.rates.evidence import FITS_ORIGINAL, UNCHANGED
+from ia_mech.rates.evidence import CHANGE, FITS_ORIGINAL, UNCHANGED
 from ia_mech.results import Table
 from ia_mech.run import Run
 from ia_mech.run.queries import Query, queries_of
@@ -218,10 +213,6 @@ class Perturbations(Arms):
             return "that would be too long for the model"
         return changed
 
-    @property
-    def tests_made(self) -> int:
-        return len(self.args.conditions) * (1 + len(self.decoding["temperatures"]))
-
     # -- read -------------------------------------------------------------------------------------
 
     def compared(self) -> Iterable[tuple[dict[str, Any], Sequence[Run]]]:
@@ -256,25 +247,17 @@ class Perturbations(Arms):
             "real follow-ups after each change, bits",
             found.assign(term=found["term"].replace(NAMES)),
             self.columns_of(BITS, "log p", 1, "+.1f"),
-            detectable=BITS_DIFFERENCE,
             index=("dataset", "term"),
             rows="follow-ups",
             legend="Log p: of the whole real follow-up at T = 1; its tokens are the same under "
             "each change. Differences are paired by query; p is Holm-corrected.",
         )
 
-    def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
-        title = f"{self.runs[0].model['name']} · real follow-ups"
-        bits = all_datasets(only(found, BITS_DIFFERENCE))
-        bits = bits.assign(term=bits["term"].replace(NAMES))
-        of_bits = Bars(title, "change of log p of real follow-ups, bits", bits)
-        return {**super().figures(found), **({"real follow-ups": of_bits} if len(bits) else {})}
-
     def data(self, rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
         names = ["run", "context_id", "dataset", "category", "condition", "temperature", "sample"]
         names += ["drawn_tokens", "follow_up", FITS_ORIGINAL, IN_ROLE]
         rows = rows.rename(columns={"term": "condition", RATE: FITS_ORIGINAL})[names]
-        return {"turns": rows.assign(change=rows["condition"].map(NAMES))}
+        return {"turns": rows.assign(**{CHANGE: rows["condition"].map(NAMES)})}
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         rates, bits = only(found, DIFFERENCE), only(found, BITS_DIFFERENCE)
@@ -289,9 +272,8 @@ class Perturbations(Arms):
         if not moved:
             sizes = all_datasets(rates)["detectable"]
             could = could_show(sizes.min(), most=1, up_to=sizes.max())
-            why = f"too few queries: {self.too_few}" if self.too_few else could
-            few = f" ({why})" if why else ""
-            said.append(f"No change of the response is shown to move the follow-up rate{few}.")
+            could = f" ({could})" if could else ""
+            said.append(f"No change of the response is shown to move the follow-up rate{could}.")
         control, bare = "", rates[rates["term"] == HEADER_ONLY]
         if len(bare):
             ways = "are follow-ups less often by", "are follow-ups more often by"

@@ -1,19 +1,16 @@
 r"""Does training on user turns teach a model to react to the response, or only a turn's form?
 
 ``export`` writes training sequences, ``sft`` and ``grpo`` train, ``compare`` reports what changed.
-A sequence to train on holds the ids of a context as the main job makes them, and of the turn as it
-is tokenized in the dialogue. For GRPO (Shao et al. 2024, arXiv 2402.03300) a prompt is a context
-with its open user header, and a completion is the user turn.
+The loss is on the user turn, as it is tokenized in the dialogue. For GRPO (Shao et al. 2024, arXiv
+2402.03300) a prompt is a context with its open user header, and a completion is the user turn.
 
 ``compare`` takes a judged run of the model before training and one of the trained model, over the
-same contexts with several responses per query. Two readers score the turns: the model that wrote
-them (I_K, the bits that turns tell about their response) and the model before training (evidence,
-by one fixed reader). Form alone raises the follow-up rate, but not the rate beyond siblings (minus
-that after another response to the same query): this is the control. All numbers are of the same
-queries.
+same contexts with several responses per query. One reader, the model before training, says how many
+bits of evidence each turn gives for the response that it followed. The control is the follow-up
+rate minus that after another response to the same query, which form alone doesn't raise.
 
 Needs: pip install 'ia-mech[train]' for sft, grpo and --adapter; runs with --responses 4. Cost: to
-compare, 15 s of one core per query with 3 responses (135M); to train, minutes to hours.
+compare, 10 s of one core per query with 3 responses (135M); to train, minutes to hours.
 
     ia-mech post-training sft cache/RUN --out cache/tuned
     ia-mech sample --dataset cache/tuned/held-out.jsonl --limit all --out cache/before
@@ -28,7 +25,7 @@ import json
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
@@ -62,7 +59,7 @@ from ia_mech.estimates import TidyEstimate, all_datasets
 from ia_mech.rates.load import open_runs
 from ia_mech.results import Table
 from ia_mech.run import Run, layout
-from ia_mech.run.queries import Query, subsample
+from ia_mech.run.queries import subsample
 from ia_mech.run.sources import source_key
 from ia_mech.settings import Settings
 
@@ -73,7 +70,7 @@ if TYPE_CHECKING:  # these load torch
 CARD, SEQUENCES, HELD_OUT = "post_training.json", "sequences.parquet", "held-out.jsonl"
 BEFORE, AFTER, CHANGE = "before", "after", "change"
 SIDES = (BEFORE, AFTER)
-INFORMATION, EVIDENCE = "I_K, bits", "evidence, bits"
+EVIDENCE = "evidence, bits"
 TOLD = "what turns tell about their response"
 LOG = "log.jsonl"
 # The rank of LoRA's matrices, which are in all linear layers but the unembedding (Hu et al. 2021,
@@ -426,53 +423,34 @@ class Compare(Arms):
         at = before.settings["temperatures"]
         if not at:
             raise UserError("the runs have no sampled turns", "sample with --temperatures 1")
-        self.temperature = 1.0 if 1.0 in at else max(at)
-        self.sides: dict[str, list[Query]] = {
-            side: Compare([run], self.args, self.folder).queries
-            for side, run in zip(SIDES, self.runs, strict=True)
-        }
-        self.queries = self.sides[BEFORE]
-
-    def run_for(self, unit: Any) -> Run:
-        return self.runs[SIDES.index(unit.arm)]
-
-    def read_by(self) -> Iterator[tuple[str, Query, pd.DataFrame]]:
-        """Which model reads which turns to a query: the first those of both, the tuned model only
-        its own."""
-        for pair in zip(*self.sides.values(), strict=True):
+        temperature = 1.0 if 1.0 in at else max(at)
+        self.queries, tuned = (Compare([run], self.args, self.folder).queries for run in self.runs)
+        self.turns: list[pd.DataFrame] = []  # of both models, by query
+        for pair in zip(self.queries, tuned, strict=True):
             sides = [one.turns.assign(term=side) for side, one in zip(SIDES, pair, strict=True)]
-            for reader, turns in ((BEFORE, pd.concat(sides)), (AFTER, sides[1])):
-                yield reader, pair[0], turns[turns["temperature"] == self.temperature]
+            turns = pd.concat(sides)
+            self.turns.append(turns[turns["temperature"] == temperature])
 
     def units(self) -> list[SiblingTurns]:
-        return [unit_of(reader, query, turns) for reader, query, turns in self.read_by()]
+        each = zip(self.queries, self.turns, strict=True)
+        return [unit_of(BEFORE, query, turns) for query, turns in each]
 
     def compared(self) -> list[tuple[dict[str, Any], list[Run]]]:
         return [({"term": side}, [run]) for side, run in zip(SIDES, self.runs, strict=True)]
 
     def rows(self) -> pd.DataFrame:
-        """A row per turn and reader: ``term`` (before or after), ``followed``, ``reader``, bits,
-        evidence."""
-        from ia_mech.likelihood.reaction import evidence, reaction_bits
+        """A row per turn: ``term`` (before or after), ``followed``, evidence."""
+        from ia_mech.likelihood.reaction import evidence
 
         whole = self.measure_units(self.units())["whole"]
-        turns = [turns.assign(reader=reader) for reader, _, turns in self.read_by()]
-        names = ["term", "followed", "reader", "temperature", "source", "dataset"]
-        rows = pd.concat(turns, ignore_index=True)[names]
-        rows[INFORMATION] = [reaction_bits([each])[0] for each in whole]
+        names = ["term", "followed", "temperature", "source", "dataset"]
+        rows = pd.concat(self.turns, ignore_index=True)[names]
         own = zip(whole, rows["followed"], strict=True)
         return rows.assign(**{EVIDENCE: [evidence([each], [k])[0] for each, k in own]})
 
     def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
-        most = float(np.log2(rows["followed"].max() + 1))
-        by_writer, by_first = rows["reader"] == rows["term"], rows["reader"] == BEFORE
-        bits = {
-            INFORMATION: rows[INFORMATION].where(by_writer),
-            EVIDENCE: rows[EVIDENCE].where(by_first),
-        }
-        bounds = BOUNDS | {INFORMATION: (0.0, most), EVIDENCE: (-np.inf, most)}
-        every = [rows.assign(**bits), super().rows()]
-        return self.compare(pd.concat(every, ignore_index=True), bounds)
+        bounds = BOUNDS | {EVIDENCE: (-np.inf, float(np.log2(rows["followed"].max() + 1)))}
+        return self.compare(pd.concat([rows, super().rows()], ignore_index=True), bounds)
 
     # -- what is shown ----------------------------------------------------------------------------
 
@@ -480,16 +458,14 @@ class Compare(Arms):
         told = tables_of(
             f"{TOLD} ({self.intervals})",
             found,
-            self.columns_of(INFORMATION, INFORMATION) | self.columns_of(EVIDENCE, EVIDENCE),
+            self.columns_of(EVIDENCE, EVIDENCE),
             index=("dataset", *self.by),
-            legend="I_K: by the likelihoods of the model that wrote the turns; evidence: by those "
-            "of the model before training, a lower bound. Changes are paired by query.",
+            legend="By the likelihoods of the model before training. Changes are paired by query.",
         )
         return told + super().tables(found)
 
     def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
-        rows = found[found["quantity"].isin([INFORMATION, EVIDENCE])]
-        return {"bits": Bars(TOLD, "bits", all_datasets(rows), by="quantity")}
+        return {"bits": Bars(TOLD, "bits", all_datasets(only(found, EVIDENCE)))}
 
     def data(self, rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
         return {"turns": rows}
@@ -498,7 +474,7 @@ class Compare(Arms):
         return Conclusion(
             self.tested(
                 "bits by which a turn tells more about its response after training than before",
-                only(found, f"{INFORMATION}, {CHANGE}"),
+                only(found, f"{EVIDENCE}, {CHANGE}"),
             ),
             self.tested(
                 "change of the follow-up rate minus the rate after another response to the "

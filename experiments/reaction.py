@@ -3,16 +3,14 @@
 Every turn is scored after each of the K responses to its query. The more one response stands out by
 the turn's likelihood, the more bits the turn tells about which response it followed; no judge is
 needed. The mean is I_K, the mutual information of turn and response given the query, at most log2
-K. Unfinished responses are left out: a turn after one may go on with its text, which tells the
-response without reacting to it. The control is the same number for K wordings of one response,
-which the model writes itself: what different responses have beyond that is content. One fixed
-reader of all turns measures whether greedy turns tell as much as sampled ones.
+K. Unfinished responses are left out: a turn may go on with their text. The control is the same
+number for K wordings of one response, which the model writes itself: what different responses have
+beyond that is content. One fixed reader of all turns tells greedy turns from sampled ones.
 
 Needs: runs with several responses per query, better eight than four. Cost: sampling a third of the
 runs again for the control, and a second or two per turn to score on a CPU (135M).
 
     ia-mech sample --response generate --responses 8 --out cache/several
-    ia-mech reaction cache/several --dry-run
     ia-mech reaction cache/several
 """
 
@@ -22,7 +20,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -47,7 +44,6 @@ from ia_mech.estimates import (
 from ia_mech.likelihood.reaction import (
     bits_by_token,
     evidence,
-    identified,
     information,
     reaction_bits,
     readable_bits,
@@ -64,8 +60,6 @@ WORDINGS, REWORDED = "wordings of one response", "other_wording"  # the arm, its
 INFORMATION, SAME_QUERIES = "I_K, bits", "I_K on the same queries, bits"
 DIFFERENCE = "I_K minus the control's, bits"
 READABLE, GREEDY_DIFFERENCE = "readable bits", "greedy turns' readable bits minus these"
-DIFFERENT = "greedy turns that differ"
-CLOSENESS = ("words kept", "trigrams kept", "length ratio")
 MOST_RESPONSES = 4  # that headline and control tell apart
 MOST_CONTROLLED = 60  # queries that have the control
 MOST_TOKENS = 24  # of the curve of bits by token
@@ -150,8 +144,8 @@ def stems(text: str) -> list[str]:
 def with_bits(queries: Sequence[Query], rows: pd.DataFrame) -> pd.DataFrame:
     """The turns of queries, in the order in which they were measured, with what was measured:
     ``whole`` and ``reader`` ``[K]``, the log-likelihood in nats at the turn's own temperature and
-    at T = 1; and, of sampled turns, ``reaction_bits``, ``evidence``, ``identified`` and
-    ``bits_by_token`` ``[tokens]``."""
+    at T = 1; and, of sampled turns, ``reaction_bits``, ``evidence`` and ``bits_by_token``
+    ``[tokens]``."""
     turns = pd.concat([query.turns for query in queries], ignore_index=True)
     turns = turns.join(rows[["own", "whole", "reader"]].reset_index(drop=True))
     sampled = turns[turns["temperature"] > 0]
@@ -159,7 +153,6 @@ def with_bits(queries: Sequence[Query], rows: pd.DataFrame) -> pd.DataFrame:
     bits = {
         "reaction_bits": reaction_bits(whole),
         "evidence": evidence(whole, followed),
-        "identified": identified(whole, followed),
         "bits_by_token": [bits_by_token(one.reshape(whole.shape[1], -1)) for one in sampled["own"]],
     }
     return turns.join(pd.DataFrame(bits, index=sampled.index))
@@ -201,14 +194,15 @@ class Reaction(Experiment):
         from ia_mech.engine.sampling import stream_key
 
         counts = sorted((sum(query.complete) for query in self.queries), reverse=True)
-        self.count = count = counts[(len(counts) - 1) // 2]  # that half of the queries have
-        if count < 2:
-            raise UserError(
-                f"{sum(counts)} of {sum(len(query.complete) for query in self.queries)} responses "
-                "are finished, too few to tell two to a query apart",
-                "sample with a larger --max-response-tokens",
-            )
+        # As many as half of the queries have, and two at least.
+        self.count = count = max(counts[(len(counts) - 1) // 2], 2)
         enough = [query for query in self.queries if sum(query.complete) >= count]
+        if len(enough) < 2:  # the reader's scale is fitted on other queries
+            raise UserError(
+                f"{len(enough)} of {len(self.queries)} queries have {count} finished responses; "
+                "two are needed",
+                "sample more queries, or with a larger --max-response-tokens",
+            )
         self.used = [finished(query, count) for query in enough]
         self.size = min(MOST_RESPONSES, count)
         if fewer := len(self.queries) - len(self.used):
@@ -216,23 +210,11 @@ class Reaction(Experiment):
                 f"{fewer} of {len(self.queries)} queries have fewer than {count} finished "
                 "responses and are left out."
             )
-        if all(len({*query.responses}) == 1 for query in self.used):
-            raise UserError(
-                f"the {count} responses to each query are all alike: no turn can tell them apart",
-                "sample with a higher --response-temperature",
-            )
         if not any((query.turns["temperature"] > 0).any() for query in self.used):
             raise UserError(
                 f"{self.runs[0].path} has greedy turns alone", "sample with --temperatures 1"
             )
-        if len(self.used) < 2:
-            raise UserError(
-                f"only one query has {count} finished responses, and the reader's scale is fitted "
-                "on others",
-                "sample more queries",
-            )
         self.controlled = subsample(self.used, MOST_CONTROLLED, self.args.seed)
-        self.wordings: dict[str, list[str]] = {}
         self.reworded = {}
         for query in self.controlled:
             rng = np.random.default_rng([*stream_key(self.args.seed, query.source, 0), 1])
@@ -276,16 +258,16 @@ class Reaction(Experiment):
 
     def rows(self) -> pd.DataFrame:
         run, wanted = self.sampled[REQUESTED], self.controlled
-        self.wordings = usable_wordings(run, self.reworded, wanted, self.size)
+        wordings = usable_wordings(run, self.reworded, wanted, self.size)
         self.notes.append(
             f"Of {len(wanted)} responses that the model was asked to write again in other "
-            f"words, {len(self.wordings)} have {self.size} wordings that end, are half to "
+            f"words, {len(wordings)} have {self.size} wordings that end, are half to "
             "twice as long, keep half of the content words and don't copy; the others have no "
             "such control."
         )
         made = []  # turns after K′ wordings that stand as responses to each query
         for query in wanted:
-            for index, text in enumerate(self.wordings.get(query.source, [])):
+            for index, text in enumerate(wordings.get(query.source, [])):
                 messages = [*query.messages, {"role": "assistant", "content": text}]
                 one = perturbed_conversation(query, REWORDED, messages)
                 made.append(one.with_response_index(index))
@@ -304,7 +286,7 @@ class Reaction(Experiment):
         own = self.turns["followed"], self.turns["source"]
         reader = np.stack(self.turns["reader"].tolist())
         self.turns["readable_bits"] = readable_bits(reader, *own, seed=seed).bits
-        return holm_corrected([*self.of_turns(arms), *self.of_wordings()])
+        return holm_corrected(list(self.of_turns(arms)))
 
     def mean(
         self,
@@ -343,13 +325,8 @@ class Reaction(Experiment):
             readable = by_query(turns, turns["readable_bits"])
             yield from self.mean(READABLE, readable, names, most=most[count])
             if temperature == 0:
-                pairs = {s: combinations(each, 2) for s, each in turns.groupby("source")["text"]}
-                differ = {s: np.mean([a != b for a, b in of]) for s, of in pairs.items()}
-                yield from self.mean(DIFFERENT, pd.Series(differ), names, least=0, most=1)
                 continue
             yield from self.mean(GREEDY_DIFFERENCE, greedy_bits, names, baseline=readable)
-            identified = by_query(turns, turns["identified"])
-            yield from self.mean("identified", identified, names, least=0, most=1)
             told = {number: information_of(turns, number) for number in most}
             for number, bits in told.items():
                 labels = names | {"responses": number}
@@ -368,26 +345,9 @@ class Reaction(Experiment):
                 labels = names | {"token": token + 1}
                 yield from self.mean("bits by token", by_query(turns, added), labels)
 
-    def of_wordings(self) -> Iterator[TidyEstimate]:
-        """How close wordings are to their response, and the other responses to it."""
-        rows = []
-        for query in self.used:
-            if wordings := self.wordings.get(query.source):
-                k = self.reworded[query.source]
-                others = [text for i, text in enumerate(query.responses) if i != k]
-                for term, texts in ((WORDINGS, wordings), ("other responses", others)):
-                    names = {"term": term, "source": query.source}
-                    rows += [names | closeness(text, query.responses[k]) for text in texts]
-        for term, each in pd.DataFrame(rows).groupby("term", sort=False) if rows else ():
-            by_source = each.groupby("source")[[*CLOSENESS]].mean()
-            for quantity in CLOSENESS:
-                most = np.inf if quantity == "length ratio" else 1.0
-                values = by_source[quantity].dropna()
-                yield from self.mean(quantity, values, {"term": term}, least=0, most=most)
-
     def data(self, rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
         columns = [*KEY, "dataset", "source_id", "text", "followed", "finish_reason"]
-        columns += ["reaction_bits", "evidence", "identified", "readable_bits", "bits_by_token"]
+        columns += ["reaction_bits", "evidence", "readable_bits", "bits_by_token"]
         return {"turns": self.turns[columns]}
 
     def conclude(self, estimates: pd.DataFrame) -> Conclusion:
@@ -407,44 +367,30 @@ class Reaction(Experiment):
             only(wordings, DIFFERENCE),
             most=float(np.log2(size)),
         )
-        words = "share of the response's content words that the wordings keep"
-        kept = sentence_of(words, only(wordings, CLOSENESS[0]))
         none = (
             "There is no control of wordings of one response: turns may tell the content of a "
             "response or only its wording."
         )
-        said = " ".join(filter(None, [told, greedy]))
-        return Conclusion(said, f"{beyond} {kept}" if beyond else none)
+        return Conclusion(" ".join(filter(None, [told, greedy])), beyond or none)
 
     def tables(self, estimates: pd.DataFrame) -> list[Table]:
-        count, size = self.count, self.size
-
-        table = partial(tables_of, index=("dataset", "temperature"), rows="queries")
-        of_all = estimates[estimates["term"] == ALTERNATIVES]
-        made = table(
-            f"bits that a turn tells about which of {size} {COMPLETE} it followed "
-            f"(at most {np.log2(size):.2f}; {self.intervals})",
-            of_all[of_all["responses"] == size],
-            {INFORMATION: (COMPLETE, 2)},
-        )
-        made += table(
-            f"bits about all {count} responses (at most {np.log2(count):.2f} bits)",
-            of_all[of_all["responses"] == count],
+        size = self.size
+        made = tables_of(
+            f"bits that a turn tells about which response it followed ({self.intervals})",
+            estimates[estimates["term"] == ALTERNATIVES],
             {
-                INFORMATION: ("bits", 2),
+                INFORMATION: (COMPLETE, 2),
                 READABLE: ("readable", 2),
                 GREEDY_DIFFERENCE: ("greedy minus these", "+.2f"),
-                "identified": (f"identified (chance {1 / count:.2g})", 2),
-                DIFFERENT: ("differ", 2),
             },
-            legend="readable: bits that one fixed reader of all turns finds, a lower bound; greedy "
-            "minus these: readable bits of greedy turns minus those of this line, by query; "
-            "identified: how often the turn is likeliest after the response that it followed; "
-            "differ: share of pairs of greedy turns to a query. Bits show that turns depend on "
-            "the response, not that they are apt. Responses that are alike (a maths answer) leave "
-            "few bits to tell.",
+            index=("dataset", "responses", "temperature"),
+            rows="queries",
+            legend=f"Of {size} {COMPLETE} a turn tells at most {np.log2(size):.2f} bits. Readable: "
+            "bits that one fixed reader of all turns finds, a lower bound; greedy minus these: "
+            "readable bits of greedy turns minus those of this line, by query. Bits show that "
+            "turns depend on the response, not that they are apt.",
         )
-        made += table(
+        return made + tables_of(
             f"control: {size} {WORDINGS}",
             estimates[estimates["term"] == WORDINGS],
             {
@@ -452,19 +398,11 @@ class Reaction(Experiment):
                 INFORMATION: (WORDINGS, 2),
                 DIFFERENCE: ("difference", "+.2f"),
             },
-            legend=f"bits of turns after {size} different responses, bits of turns after as many "
+            index=("dataset", "temperature"),
+            rows="queries",
+            legend=f"Bits of turns after {size} different responses, bits of turns after as many "
             "wordings of one response to the same queries, and the difference.",
         )
-        made += table(
-            "what wordings keep of their response",
-            estimates,
-            {name: (name, 2) for name in CLOSENESS},
-            legend="words kept: share of the response's content words in the text, high if it says "
-            "the same; trigrams kept: share of the response's runs of three words, low if it uses "
-            "other words; length ratio: of the numbers of words; other responses: to the query.",
-            index=("dataset", "term"),
-        )
-        return made
 
     def figures(self, estimates: pd.DataFrame) -> Mapping[str, Drawing]:
         model, whole = self.runs[0].model["name"], all_datasets(estimates)

@@ -33,10 +33,6 @@ if TYPE_CHECKING:
 FLOOR = "after a wrong conversation"  # a line among those of datasets
 LEAST = queries_needed()  # the fewest queries that can show anything
 TOO_FEW = "Too few queries"  # how the warning begins
-DETECTABLE = (
-    "Minimum detectable: 80 of 100 repetitions would show a true difference of this size (80% "
-    "power), before the correction of p; none: too few data to show any."
-)
 
 
 def only(found: pd.DataFrame, quantity: str, **names: Any) -> pd.DataFrame:
@@ -74,15 +70,12 @@ def headline(sentence: str, found: pd.DataFrame) -> str:
     return few + sentence
 
 
-def too_few(queries: int, comparisons: int = 1) -> str:
-    """A warning before anything is computed, where so few queries can't show any of so many
-    comparisons, which are Holm-corrected together; else an empty text."""
-    needed = queries_needed(comparisons)
-    if queries >= needed:
+def too_few(queries: int) -> str:
+    """A warning before anything is computed, where so few queries can't show a difference; else an
+    empty text."""
+    if queries >= LEAST:
         return ""
-    alike = f"none of {comparisons} differences that are corrected together"
-    which = alike if comparisons > 1 else "no difference"
-    return f"with {queries}, {which} can be shown, however large; that takes at least {needed}"
+    return f"with {queries}, no difference can be shown, however large; that takes at least {LEAST}"
 
 
 def print_plan(lines: Mapping[str, str]) -> None:
@@ -114,25 +107,12 @@ def tables_of(
     found: pd.DataFrame,
     columns: Mapping[Any, tuple[str, int | str]],
     /,
-    detectable: str = "",
-    most: float = np.inf,
     **options: Any,
 ) -> list[Table]:
     """Tables (:func:`ia_mech.results.table_of`) of estimates: all datasets together, then each.
 
-    The list is empty if no estimate is of ``columns``. Beside the quantity ``detectable`` stands
-    the minimum detectable effect; ``most`` is the largest possible difference.
+    The list is empty if no estimate is of ``columns``.
     """
-    if detectable:
-        own, nothing = found[found["quantity"] == detectable], ("low", "high", "p", "p_holm")
-        effect = own["detectable"].where(~(own["detectable"] >= most), np.inf)
-        own = own.assign(quantity="detectable", value=effect, sources=0)
-        found = pd.concat([found, own.assign(**dict.fromkeys(nothing, np.nan))], ignore_index=True)
-        items, digits = list(columns.items()), columns[detectable][1]
-        at = list(columns).index(detectable) + 1
-        shown = "minimum detectable", digits if isinstance(digits, int) else 2
-        columns = dict([*items[:at], ("detectable", shown), *items[at:]])
-        options["legend"] = f"{options.get('legend', '')} {DETECTABLE}".strip()
     there = found[found[options.get("key", "quantity")].isin(list(columns))]
     if there.empty:
         return []
@@ -147,19 +127,13 @@ def tables_of(
 
 
 def sentence_of(
-    words: str,
-    rows: pd.DataFrame,
-    digits: int = 2,
-    *,
-    null: float | None = None,
-    most: float = np.inf,
+    words: str, rows: pd.DataFrame, *, null: float | None = None, most: float = np.inf
 ) -> str:
     """Estimates as a sentence: ``Words: greedy 0.22 [0.17, 0.27], T = 1: 0.28 [0.25, 0.30].``
 
     Args:
         words: what the estimates are.
         rows: all of one quantity; if there are several datasets, only all together are told.
-        digits: decimals.
         null: the value without an effect. If an interval contains it, the sentence says how large
             an effect would have been shown.
         most: the largest possible effect, such as 1 for a difference of rates.
@@ -176,11 +150,11 @@ def sentence_of(
         where = [one_line(row[name], 40) for name in names]
         if not np.isnan(t := row.get("temperature", np.nan)):
             where.append("greedy" if t == 0 else f"T = {t:g}:")
-        said = cell_of(row, digits)
+        said = cell_of(row)
         few = estimate_of(row).few
         if null is not None and not few and row["low"] <= null <= row["high"]:
             least = row.get("detectable", smallest_effect(row))
-            said += f" ({could_show(least, digits, most)})"
+            said += f" ({could_show(least, most=most)})"
         found.append(" ".join([*where, said]))
     return f"{words[:1].upper()}{words[1:]}: {', '.join(found)}." if found else ""
 
@@ -201,7 +175,7 @@ class Lines:
         levels: label → value where a dotted line is drawn across, such as a ceiling or chance.
         log: whether the y axis is logarithmic.
 
-    Of more than two datasets, all together are drawn first and thick, and each without a band.
+    Beside all datasets together, each one is a thin line without a band.
     """
 
     title: str
@@ -216,16 +190,11 @@ class Lines:
     def draw(self) -> "Figure":
         figure, axes = new_axes(self.title, self.x, self.y)
         shown = with_shown_intervals(self.rows)
-        each = [] if self.by != "dataset" else [*set(shown["dataset"]) - {ALL, FLOOR}]
-        crowded = len(each) > 2
-        if crowded:
-            shown = shown.sort_values("dataset", key=lambda names: names != ALL, kind="stable")
+        of_each = self.by == "dataset" and (shown["dataset"] == ALL).any()
         for colour, (name, rows) in by_colour(shown, self.by):
             rows = rows.sort_values(self.across, kind="stable")
             look: dict[str, float] = {}
-            if crowded and name == ALL:
-                look = {"lw": 3}
-            elif crowded and name in each:
+            if of_each and name not in (ALL, FLOOR):
                 rows, look = rows.assign(low=np.nan, high=np.nan), {"lw": 0.8, "ms": 2}
             draw_line(axes, rows[self.across], rows, colour, _label(name, self.by), **look)
         for label, level in (self.levels or {}).items():
@@ -235,11 +204,10 @@ class Lines:
             axes.yaxis.set_major_formatter("{x:g}")
         axes.legend()
         dotted = f" Dotted: {', '.join(filter(None, self.levels))}." if self.levels else ""
-        thin = f" {ALL} is thick; the intervals of thin lines are in the tables." * crowded
         figure.set_label(
             f"Each line is one {self.by.replace('_', ' ')}; the band around it is its interval, "
-            f"not corrected for how many there are.{thin}{dotted}"
-            + _lacking(shown, "There is no band")
+            "not corrected for how many there are. Thin lines have theirs in the tables; fewer "
+            f"than {LEAST_SHOWN} queries give none.{dotted}"
         )
         return figure
 
@@ -275,7 +243,7 @@ class Bars:
         figure.set_label(
             "Each point is an estimate, and the line through it is its interval. Of many intervals "
             "some miss 0 by chance: an effect is shown only where its corrected p in the table is "
-            "below 0.05." + _lacking(rows, "A point is hollow")
+            f"below 0.05. Hollow points have no interval: fewer than {LEAST_SHOWN} queries."
         )
         return figure
 
@@ -292,10 +260,3 @@ def _label(value: Any, column: str) -> str:
 def _labels(rows: pd.DataFrame, columns: list[str]) -> list[str]:
     """``[rows]``: each row's label, made from its values in these columns."""
     return [", ".join(_label(row[name], name) for name in columns) for _, row in rows.iterrows()]
-
-
-def _lacking(rows: pd.DataFrame, what: str) -> str:
-    """A sentence on estimates without an interval, if there are some."""
-    without = rows["value"].notna() & rows["low"].isna()
-    why = f"where fewer than {LEAST_SHOWN} queries, or queries that are all alike, give no interval"
-    return f" {what} {why}." if without.any() else ""

@@ -1,20 +1,15 @@
 """How often do user turns follow up, and where in the model is that decided?
 
-One command for a whole study of one model. The model writes several responses to each query. After
-each it writes a greedy user turn, turns of which the first token alone is drawn at T = 0.7, and
-turns of which all tokens are. A judge labels the turns, and rates compare them with wrong
-conversations. The follow-up mass says how much of the difference the first token holds. It is
-measured how many bits the turns tell about their response, and which states are enough for these
-bits. Prompts and an opening are tried against greedy decoding. Probes are trained. One page reports
-it all. Every stage is also a command of its own. If the study is stopped, the same command
-continues; a finished study computes nothing again.
-
-The first sentences say how often greedy and sampled turns are follow-ups, and whether sampling
-brings out follow-ups that greedy decoding hides (latent follow-ups). Fewer than 50 queries give
-counts alone. Whether a state moves the follow-up rate takes --where --samples 16.
+One command for a whole study of one model. The model writes several responses to each query, and
+after each a greedy user turn, turns of which the first token alone is drawn at T = 0.7, and turns
+of which all tokens are. A judge labels the turns. The first sentences say how often they are
+follow-ups, and whether sampling brings out follow-ups that greedy decoding hides (latent ones).
+Then come what the first token holds, how many bits turns tell about their response, and which
+states carry these. One page reports it all. Every stage is also a command of its own; --dry-run
+lists them. If the study is stopped, the same command continues.
 
 Needs: a model. Cost: the embedded model (135M) on two cores takes some two hours, with --quick
-ten minutes; --dry-run says which commands it gives, each of which has a --dry-run of its own.
+ten minutes.
 
     ia-mech study smollm2-135m-instruct --quick
     ia-mech study Qwen/Qwen3-0.6B --queries 60 --out cache/qwen3
@@ -36,12 +31,8 @@ import pandas as pd
 
 from experiments.change import RESPONSES
 from experiments.experiment import flag
-from experiments.grid import SAMPLES as APART
 from experiments.locate import MAPS, USUAL_MAPS, drawings
-from experiments.mass import DECODINGS, EVERY, FIRST, GREEDY, RATE, REST, WHOLE, in_parts
-from experiments.mass import SHARE as FOLLOWS
-from experiments.outcome import IN_ROLE, ONCE_IN_ROLE, parts_of
-from experiments.shown import TOO_FEW, estimates_of, headline, only, print_plan, too_few
+from experiments.shown import TOO_FEW, headline, print_plan, too_few
 from ia_mech.cli import (
     Parser,
     add_ray,
@@ -58,23 +49,18 @@ from ia_mech.cli import (
 from ia_mech.console import COMMANDS
 from ia_mech.display import console, with_style
 from ia_mech.errors import UserError
-from ia_mech.estimates import ALL, Group, TidyEstimate, all_datasets
-from ia_mech.judge.rubric import FOLLOW_UP
+from ia_mech.estimates import all_datasets
 from ia_mech.models.embedded import cache_dir, refuse_missing_model
 from ia_mech.rates.fit import highest, marked
-from ia_mech.rates.gate import named
 from ia_mech.rates.latent import verdict
 from ia_mech.results import (
     Result,
-    Table,
     about_runs,
-    cell_of,
     folder_of,
     kind_of,
     read,
     sentences_of,
     show,
-    table_of,
     write,
 )
 from ia_mech.run import Run
@@ -89,14 +75,13 @@ USUAL = {"queries": 60, "samples": 4, "recipients": RESPONSES, "maps": list(USUA
 QUICK = {"queries": 10, "samples": 1, "recipients": 1, "maps": []}
 PROBED = 40  # queries below which probes aren't tried: they need 20 sources of either kind
 BAD_INPUT = 2  # the exit status where a stage lacks what it needs
-# Folders of results: those whose first tables are shown, and those that say at which layers.
+# Folders of results: those whose first tables are shown, and the one that says at which layers.
+RATES, FIRST_DRAWN = "rates-{judge}", "rates-{judge}-drawn-1"
 SHOWN = ("locate", "mass", "elicit")
-LAYERS = ("interchange-mass", "interchange")
-
-OPTIONS = {"level": 0.95, "resamples": 2000, "seed": 0}  # of the study's own estimates
-UNWORDED = "Turns may tell a response's content or only its wording (--wording tells them apart)."
-LEAST = 50  # queries: with fewer, the sentence has counts
-FEW = f"the sentence has counts: intervals take {LEAST} queries"
+LAYERS = "interchange-mass"
+UNWORDED = (
+    "Turns may tell a response's content or only its wording (ia-mech reaction tells them apart)."
+)
 LEFT_OUT_QUICK = "the mass by layer, elicit, maps or probes"
 
 
@@ -109,7 +94,6 @@ class Stage:
         words: of the command, as ``ia-mech`` takes them.
         result: the folder of its result in the run, if it has one.
         optional: the study goes on where the run doesn't hold what it needs.
-        asked: whether it is done at all.
         takes: the study's flags that are handed on to it.
     """
 
@@ -117,7 +101,6 @@ class Stage:
     words: list[str]
     result: str = ""
     optional: bool = False
-    asked: bool = True
     takes: tuple[str, ...] = ("workers", "threads", "ray")
 
     def run(self, run: Path) -> int:
@@ -133,48 +116,44 @@ class Stage:
         if self.result:
             found = read(folder_of(run.path, self.result.format(judge=choose_judge([run], None))))
             return sentences_of(one_line(found.sentence))[0]
-        if run.labels.judges:
-            return f"{named(choose_judge([run], None))} has labelled {len(run.turns):,} user turns"
         return f"{len(run.turns):,} user turns in {len(run.contexts):,} conversations"
 
 
 def stages(args: argparse.Namespace) -> list[Stage]:
     run, offline = str(args.out / "run"), ("threads",)  # what commands without a model take
-    queries, samples = ["--queries", str(args.queries)], ["--samples", str(args.samples)]
+    queries = ["--queries", str(args.queries)]
     sample = ["sample", "--model", args.model, "--dataset", args.dataset]
     sample += ["--limit", str(args.queries)]
     sample += ["--response", "generate", "--responses", str(RESPONSES)]
     sample += ["--response-temperature", "1", "--max-response-tokens", str(RESPONSE_TOKENS)]
-    sample += ["--temperatures", *map(str, TEMPERATURES), *samples]
+    sample += ["--temperatures", *map(str, TEMPERATURES), "--samples", str(args.samples)]
     sample += ["--drawn-tokens", *map(str, DRAWN)]
     sample += ["--max-new-tokens", str(TURN_TOKENS), "--out", run]
     sample += ["--unfinished"] * args.unfinished + ["--skip-unusable"] * args.skip_unusable
-    judge = ["judge", "run", run, *shlex.split(args.judge or "")]
+    judge = ["judge", "run", run]
+    judge += ["--judge", *shlex.split(args.judge)] if args.judge else []
     locate = ["locate", run, *queries, "--recipients", str(args.recipients), "--maps", *args.maps]
-    by_layer = ["interchange", run, "--outcome", "mass", *queries]
-    probes = ["probes", run, "--target"]
-    slow = not args.quick
-    probed = slow and args.queries >= PROBED
     found = [
         Stage("sample", sample),
         Stage("judge", judge, takes=()),
-        Stage("rates", ["rates", run], "rates-{judge}", takes=offline),
+        Stage("rates", ["rates", run], RATES, takes=offline),
+        Stage("first token", ["rates", run, "--drawn-tokens", "1"], FIRST_DRAWN, takes=offline),
         Stage("mass", ["mass", run, *queries], "mass", True),
         Stage("locate", locate, "locate"),
-        Stage("mass by layer", by_layer, "interchange-mass", True, slow),
-        Stage("elicit", ["elicit", run], "elicit", asked=slow),
-        Stage("reaction", ["reaction", run], "reaction", True, args.wording),
-        *(
-            Stage(f"probes {of}", [*probes, of], f"probe-{of}-{{judge}}", True, probed, offline)
-            for of in ("rate", "latent")
-        ),
-        Stage("interchange", ["interchange", run, *samples], "interchange", True, args.where),
     ]
+    if not args.quick:
+        by_layer = ["interchange", run, "--outcome", "mass", *queries]
+        found.append(Stage("mass by layer", by_layer, LAYERS, True))
+        found.append(Stage("elicit", ["elicit", run], "elicit"))
+    if not args.quick and args.queries >= PROBED:
+        for of in ("rate", "latent"):
+            probes = ["probes", run, "--target", of]
+            found.append(Stage(f"probes {of}", probes, f"probe-{of}-{{judge}}", True, offline))
     for stage in found:
         for name in stage.takes:
             if (value := getattr(args, name)) is not None:
                 stage.words.extend([f"--{name}", str(value)])
-    return [stage for stage in found if stage.asked]
+    return found
 
 
 # -- what was found --------------------------------------------------------------------------------
@@ -184,95 +163,41 @@ def result(out: Path) -> Result:
     """The study's own result, from those of its stages."""
     run = Run.open(out / "run")
     judge = choose_judge([run], None)
-    names = (*SHOWN, *LAYERS, "reaction", f"rates-{judge}")
+    names = [name.format(judge=judge) for name in (RATES, FIRST_DRAWN, *SHOWN, LAYERS)]
     there = {name: folder_of(run.path, name) for name in names}
     each = {name: read(place) for name, place in there.items() if kind_of(place)}
-    shown = {name: each[name] for name in SHOWN if name in each}
-    located, rates, drawn = each["locate"], each[f"rates-{judge}"], drawn_rates(run, judge)
-    parts = {NAME: drawn, **{name: one.estimates for name, one in shown.items()}}
-    found = pd.concat([rows.assign(stage=name) for name, rows in parts.items()], ignore_index=True)
+    rates, located = each[RATES.format(judge=judge)], each["locate"]
+    shown = {name: one for name, one in each.items() if name != LAYERS}
+    found = [one.estimates.assign(stage=name) for name, one in shown.items()]
+    estimates = pd.concat(found, ignore_index=True)
     record = run.labels.record("judgements", judge)
     said = [
-        how_often(drawn, run.model["name"]),
+        sentences_of(rates.sentence)[0],
         verdict(all_datasets(rates.estimates), fit=highest(record)),
-        first_token(each["mass"]) if "mass" in each else "",
-        *(each[name].sentence for name in (*LAYERS, "locate") if name in each),
+        *(each[name].sentence for name in ("mass", LAYERS, "locate") if name in each),
     ]
-    sentences = sentences_of(" ".join(filter(None, said)))
+    sentences = sentences_of(" ".join(said))
     sentence = " ".join(one for one in sentences if not one.startswith(TOO_FEW))
     of_judge, *last = sentences_of(rates.control)
     control = [
         "Follow-ups are compared with wrong conversations, bits with other responses to the same "
         f"query; {of_judge[:1].lower()}{of_judge[1:]}",
-        each["reaction"].control if "reaction" in each else UNWORDED,
+        UNWORDED,
         *last,
     ]
     sites = drawings(located.estimates, run.model["name"])["sites"]
     made = Result(
         name=NAME,
         question=QUESTION,
-        sentence=headline(sentence, found),
+        sentence=headline(sentence, estimates),
         control=" ".join(control),
-        estimates=found,
-        tables=[_drawn_table(drawn), *(one.tables[0] for one in shown.values())],
+        estimates=estimates,
+        tables=[one.tables[0] for one in shown.values()],
         figures={"sites": with_style(sites.draw)()},
         notes=list(dict.fromkeys(note for one in shown.values() for note in one.notes)),
         about={"kind": NAME, **about_runs([run], [judge])},
     )
     return marked(made, record)
-
-
-def drawn_rates(run: Run, judge: str) -> pd.DataFrame:
-    """Estimates of follow-ups and their two parts, by how many tokens of a turn were drawn."""
-    turns = run.labelled(judge, texts=False)
-    turns = turns.join(parts_of(turns, FOLLOW_UP)[[FOLLOWS, IN_ROLE]])
-    counts = 0, 1, run.settings["max_new_tokens"]
-    found: list[TidyEstimate] = []
-    for drawn, decoding in zip(counts, DECODINGS, strict=True):
-        own = turns[turns["drawn_tokens"] == drawn]
-        group = Group(own["source"].to_numpy(), OPTIONS, {"dataset": ALL, "decoding": decoding})
-        found += in_parts(group, own[FOLLOWS], own[IN_ROLE])
-    return estimates_of(found, {"dataset": "str", "decoding": "str"}, OPTIONS["level"])
-
-
-def how_often(drawn: pd.DataFrame, model: str) -> str:
-    """How many turns are follow-ups, and in role, by how many of their tokens were drawn; of fewer
-    than :data:`LEAST` queries in counts."""
-    said, of = [], {GREEDY: f"greedy turns of {model}", FIRST: "turns with the first token drawn"}
-    of[WHOLE] = "turns with all tokens drawn"
-    for decoding in DECODINGS:
-        rows = drawn[drawn["decoding"] == decoding].set_index("quantity")
-        follow_ups, role = rows.loc[RATE], rows.loc[IN_ROLE]
-        turns = of[decoding]
-        if follow_ups["sources"] < LEAST:
-            counts = [f"{row['value'] * row['rows']:.0f}" for row in (follow_ups, role)]
-            said.append(f"{counts[0]} of {follow_ups['rows']} {turns} ({counts[1]} in role)")
-        else:
-            once = f", of these {cell_of(rows.loc[ONCE_IN_ROLE])}" * (ONCE_IN_ROLE in rows.index)
-            said.append(f"{cell_of(follow_ups)} of {turns} (in role {cell_of(role)}{once})")
-    return f"Follow-ups are {said[0]}, {said[1]} and {said[2]}."
-
-
-def first_token(mass: Result) -> str:
-    """What the first token holds. Of fewer than :data:`LEAST` queries, without intervals."""
-    rows = all_datasets(mass.estimates[mass.estimates["term"] == EVERY])
-    of = {one: only(rows, one, decoding=FIRST).iloc[0] for one in (RATE, REST)}
-    if of[RATE]["sources"] >= LEAST:
-        return mass.sentence
-    low = of[RATE]["value"]
-    return f"The follow-up mass of first tokens is {low:.2f} to {low + of[REST]['value']:.2f}."
-
-
-def _drawn_table(drawn: pd.DataFrame) -> Table:
-    return table_of(
-        f"user turns by how much of them is drawn at T = {TEMPERATURES[0]:g}",
-        drawn,
-        {name: (name, 2) for name in (RATE, IN_ROLE, ONCE_IN_ROLE)},
-        index=("decoding",),
-        rows="turns",
-        legend="In role: neither repeats the conversation nor speaks as the assistant. Once in "
-        "role: follow-ups by turns in role.",
-    )
 
 
 # -- the command -----------------------------------------------------------------------------------
@@ -290,7 +215,7 @@ def build_parser() -> Parser:
     add("--dataset", nonblank, "builtin:study", "of the queries", metavar="DATA")
     add("--queries", whole_from(4), None, "(default: 60)", metavar="N")
     judge = "and its flags, as of ia-mech judge run: 'llm --model NAME' (default: builtin, English)"
-    add("--judge", judge_words, None, judge, metavar="JUDGE")
+    add("--judge", nonblank, None, judge, metavar="JUDGE")
     turns = "turns per conversation and temperature (default: 4)"
     add("--samples", whole_from(1), None, turns, metavar="N")
     maps = f"of the stage locate: {', '.join(MAPS)} (default: {' '.join(USUAL_MAPS)})"
@@ -300,9 +225,6 @@ def build_parser() -> Parser:
     as_they_come = "take responses as they come, cut off or not, instead of drawing finished ones"
     switch("--unfinished", help=as_they_come)
     switch("--skip-unusable", help="leave out rows that can't be used, instead of refusing")
-    wordings = "also how much turns tell about wordings of one response, written by the model"
-    switch("--wording", help=wordings)
-    switch("--where", help="also whether follow-ups travel with a state (hours)")
     switch(
         "--quick",
         help=f"{QUICK['queries']} queries, one sample, one recipient; without {LEFT_OUT_QUICK}",
@@ -321,14 +243,6 @@ def main(argv: list[str] | None = None) -> int:
     return run_command(lambda: _study(args), lambda: kept)
 
 
-def judge_words(given: str) -> str:
-    """A judge and its flags, for argparse."""
-    try:
-        return shlex.join(["--judge", *shlex.split(nonblank(given))])
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{given!r}: {error}") from None
-
-
 def with_defaults(args: argparse.Namespace) -> argparse.Namespace:
     """Arguments with the defaults that depend on others."""
     for name, value in (QUICK if args.quick else USUAL).items():
@@ -339,11 +253,6 @@ def with_defaults(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def _study(args: argparse.Namespace) -> int | None:
-    if args.where and args.samples < APART:
-        more = "leave --quick out and " * args.quick + f"give --samples {APART}"
-        raise UserError(
-            f"--where takes {APART} turns a conversation; there are {args.samples}", more
-        )
     refuse_missing_model(args.model)  # before torch is loaded, which takes seconds
     from ia_mech.models.load import models_kept
 
@@ -352,22 +261,11 @@ def _study(args: argparse.Namespace) -> int | None:
 
 
 def _run_stages(args: argparse.Namespace) -> int | None:
-    if not (args.out / "run" / "run.json").is_file():
-        # What can't be used is left out, or refused, before anything is planned by the number.
-        from ia_mech.collect.command import build_parser as of_sample
-        from ia_mech.collect.command import settings_of
-        from ia_mech.collect.plan import Plan
-
-        words = stages(args)[0].words[1:]
-        plan = Plan(settings_of(of_sample().parse_args(words)), args.out / "run")
-        for line in plan.skipped:
-            print(f"note: skipped, {one_line(line)}", file=sys.stderr)
-        args.queries = plan.data.rows
     if args.dry_run:
         _print_plan(args)
         return None
-    for name, why in warnings_of(args.queries).items():
-        print(f"note: {name}: {why}", file=sys.stderr)
+    if few := too_few(args.queries):
+        print(f"note: too few queries: {few}", file=sys.stderr)
     for number, stage in enumerate(todo := stages(args), start=1):
         print(f"\n-- {number} of {len(todo)}: {stage.name}", file=sys.stderr)
         status = stage.run(args.out / "run")
@@ -385,13 +283,6 @@ def _run_stages(args: argparse.Namespace) -> int | None:
     return status
 
 
-def warnings_of(queries: int) -> dict[str, str]:
-    """What so few queries can't show: what → why."""
-    found = {"too few queries": too_few(queries)}
-    found["intervals"] = FEW if queries < LEAST else ""
-    return {name: why for name, why in found.items() if why}
-
-
 def _print_plan(args: argparse.Namespace) -> None:
     written = f"{RESPONSES} responses to each, which the model writes; the data's own aren't used"
     lines = {"queries": f"{args.queries}; {written}; samples: {args.samples}"}
@@ -401,7 +292,9 @@ def _print_plan(args: argparse.Namespace) -> None:
         lines["left out"] = f"{LEFT_OUT_QUICK}, which --quick has no time for"
     elif args.queries < PROBED:
         lines["probes"] = f"left out: they need {PROBED} queries"
-    print_plan(lines | warnings_of(args.queries) | {"all": f"goes to {args.out}"})
+    if few := too_few(args.queries):
+        lines["too few queries"] = few
+    print_plan(lines | {"all": f"goes to {args.out}"})
 
 
 def study(model: str, **options: Any) -> Result:
@@ -417,12 +310,9 @@ def study(model: str, **options: Any) -> Result:
     Raises:
         UserError: a stage can't be done; it has said why.
     """
-    from ia_mech.settings import dataset_of, parameters_named
+    from ia_mech.settings import dataset_of
 
-    parser, words = build_parser(), [model]
-    known = {one.dest: None if one.nargs == 0 else one.type or str for one in parser._actions[1:]}
-    if unknown := [name for name in options if name not in known]:
-        raise TypeError(f"there is no option {unknown[0]!r}; there are {', '.join(known)}")
+    words = [model]
     for name, value in options.items():
         value = dataset_of(value) if name == "dataset" else value
         flag = f"--{name.replace('_', '-')}"
@@ -430,10 +320,8 @@ def study(model: str, **options: Any) -> Result:
             words.append(flag)
         elif value is not None and value is not False:
             words += [flag, *map(str, value if isinstance(value, list | tuple) else [value])]
-    with parameters_named(known, "ia-mech study"):
-        args = with_defaults(parser.read(words))
-        status = _study(args)
-    if status:
+    args = with_defaults(build_parser().read(words))
+    if status := _study(args):
         raise UserError(f"the study ended with status {status}", "see what its last stage said")
     return read(folder_of(args.out / "run", NAME))
 

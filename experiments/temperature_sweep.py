@@ -209,8 +209,6 @@ class TemperatureSweep(Experiment):
                 "floor": ("after a wrong conversation", 2),
                 "beyond": ("minus that", 2),
             },
-            detectable=RATE_DIFFERENCE,
-            most=1.0,
             rows="turns",
             legend=f"Minus greedy's: the difference, paired by query. {tested} After a wrong "
             "conversation: how often the judge calls the same turns follow-ups there.",
@@ -228,7 +226,6 @@ class TemperatureSweep(Experiment):
             f"do follow-ups lie deeper? ({self.intervals})",
             found,
             {DEEPER: ("gap minus others'", 2)},
-            detectable=DEEPER,
             index=("dataset", "temperature", "term"),
             rows="follow-ups",
             legend="Gap minus others': by how many nats greedy's token is likelier where a "

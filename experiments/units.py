@@ -180,12 +180,8 @@ class Loaded:
             progress.advance(tokens, self.team.devices().removeprefix(", "))
 
         def measured(size: int) -> pd.DataFrame:
-            tick(-ticked)  # of a try that memory was too small for
-            what, listener = (
-                (rows_of, self.chat, unit, SHARES // size),
-                SimpleNamespace(advance=tick),
-            )
-            return self.team.call(*what, listener=listener)
+            what = rows_of, self.chat, unit, SHARES // size
+            return self.team.call(*what, listener=SimpleNamespace(advance=tick))
 
         def shrank(size: int) -> None:
             progress.say(f"out of memory: passes of {named!r} hold 1/{SHARES // size} now")
@@ -210,18 +206,16 @@ def rows_of(
 
 
 def measure(
-    units: Sequence[Unit], models: Sequence[Loaded], files: Sequence[Path], phase: str
+    units: Sequence[Unit], model: Loaded, files: Sequence[Path], phase: str
 ) -> pd.DataFrame:
     """The rows of units one below the other, with ``source`` and ``dataset``: kept ones, and what
-    each unit's model measures now, several at once."""
+    the model measures now, several at once."""
     from ia_mech.engine.workers import compute_in_workers
 
     tables = {n: table for n, file in enumerate(files) if (table := kept(file)) is not None}
     todo = [n for n in range(len(units)) if n not in tables]
     if tables:
         print(f"{len(tables)} of {len(units)} units were measured before", file=sys.stderr)
-    for model in {models[n] for n in todo}:
-        model.team.spread(model.crew, len(units))
     bar, total = Bar(), sum(unit.tokens for unit in units)
 
     def done(n: int, table: pd.DataFrame) -> None:
@@ -230,11 +224,12 @@ def measure(
         replace_file(files[n], partial(table.to_parquet, write_page_checksum=True))
 
     if todo:
-        team, left = models[todo[0]].team, sum(units[n].tokens for n in todo)
+        team, left = model.team, sum(units[n].tokens for n in todo)
+        team.spread(model.crew, len(units))
         how = done, team.most, team.threads, team.ready
         bar.start(phase, total, done=total - left, unit="token")
         try:
-            compute_in_workers(todo, lambda n: models[n].measure(units[n], bar), *how)
+            compute_in_workers(todo, lambda n: model.measure(units[n], bar), *how)
         finally:
             bar.stop()
     every = [tables[n].assign(source=u.source, dataset=u.dataset) for n, u in enumerate(units)]

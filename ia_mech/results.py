@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from ia_mech.run import Run
 
 RESULT, ESTIMATES = "result.json", "estimates.parquet"
-LOCK = ".lock"  # held by the one command that writes to a folder of results
 SHARE = "share"  # given in place of decimals for a share of a whole that is itself noisy
 WIDEST = 1.0  # widest interval with which such a share is shown
 NOTES, NOTE_LENGTH = 2, 140  # most notes that the terminal shows by itself, and letters of one
@@ -185,8 +184,8 @@ def cell_of(row: Any, digits: int | str = 2) -> str:
     """An estimate as text, with its interval and the corrected p of its test.
 
     Few queries give no interval (:meth:`ia_mech.stats.Estimate.text`). A :data:`SHARE` with an
-    interval wider than :data:`WIDEST` is shown as ``can't be told``. An estimate from no query,
-    such as the effect that would have been shown, is a plain number; if it is infinite, ``none``.
+    interval wider than :data:`WIDEST` is shown as ``can't be told``. An estimate from no query is a
+    plain number.
 
     Args:
         row: a line of a table of estimates.
@@ -198,7 +197,7 @@ def cell_of(row: Any, digits: int | str = 2) -> str:
             return "can't be told"
     number = f"{row.value:{digits if isinstance(digits, str) else f'.{digits}f'}}"
     if not row.sources and not np.isnan(row.value):
-        return "none" if np.isinf(row.value) else number
+        return number
     estimate, events = estimate_of(row), getattr(row, "events", pd.NA)
     text = estimate.text(digits, counts=(events, row.rows) if pd.notna(events) else None)
     return text if estimate.few or np.isnan(row.p_holm) else f"{text} {p_value(row.p_holm)}"
@@ -336,7 +335,7 @@ def refuse_place(folder: Path, kind: str | None = None, inside: Path | None = No
     owner = kind_of(folder)
     if kind is not None and owner not in (None, kind):
         raise UserError(f"{folder} holds results of {owner}", "name another folder with --out")
-    files = (path for path in folder.glob("*") if path.is_file() and path.name != LOCK)
+    files = (path for path in folder.glob("*") if path.is_file())
     if owner is None and any(files):
         raise UserError(f"{folder} holds files but no result", "name another folder with --out")
 

@@ -531,9 +531,10 @@ class Settings:
         return embedded.cache_dir() / "-".join(words).lower()
 
 
-Parsers = Mapping[str, Any]  # parameters of a function → how a word is read; None: a switch
-PARAMETERS: Parsers = {one.name: one.metadata["flag"].parse for one in fields(Settings)} | {
-    name: whole_from(1) for name in ("out", "shard", "workers", "threads")
+# Parameters of sample() → how a word is read; None: a switch.
+PARAMETERS: Mapping[str, Any] = {
+    **{one.name: one.metadata["flag"].parse for one in fields(Settings)},
+    **{name: whole_from(1) for name in ("out", "shard", "workers", "threads")},
 }
 # A command to be typed into a shell, up to the end; or a flag, and the word after it.
 _FLAG = re.compile(r"(\S*ia-mech [a-z].*)|--([a-z-]+[a-z])(?: ('[^']*'|[\w./=:+-]*\w)(?![\w']))?")
@@ -541,17 +542,15 @@ _NO_VALUES = {*("or", "and", "if", "is", "with", "to", "in"), *("leaves", "lists
 
 
 @contextmanager
-def parameters_named(
-    known: Parsers = PARAMETERS, command: str = "ia-mech sample"
-) -> Iterator[None]:
-    """Have refusals name the parameters of a Python function, where its command has flags."""
+def parameters_named() -> Iterator[None]:
+    """Have refusals name the parameters of ``sample()``, where its command has flags."""
 
     def named(found: re.Match[str]) -> str:
         whole, flag, value = found.groups()
         name = "" if whole else flag.replace("-", "_")
-        if whole or name not in known:
-            return whole or found[0].replace("--", f"{command} --", 1)
-        parse, rest = known[name], "" if value is None else f" {value}"
+        if whole or name not in PARAMETERS:
+            return whole or found[0].replace("--", "ia-mech sample --", 1)
+        parse, rest = PARAMETERS[name], "" if value is None else f" {value}"
         if parse is None:
             return f"{name}=True{rest}"
         try:

@@ -89,7 +89,7 @@ def test_rates_are_of_the_same_turns_after_their_own_response_and_after_siblings
     assert found[ONCE_IN_ROLE].to_dict() == {"a": 1.0, "c": 0.0}  # of the turns in role
 
 
-def test_the_command_lists_its_arms_and_samples_each_once(siblings, tmp_path, capfd):
+def test_the_command_samples_each_arm_once(siblings, tmp_path, capfd):
     run = Run.open(shutil.copytree(siblings.path, tmp_path / "run"))
     out = tmp_path / "out"
     words = [str(run.path), "--out", str(out), "--resamples", "100"]
@@ -98,7 +98,7 @@ def test_the_command_lists_its_arms_and_samples_each_once(siblings, tmp_path, ca
     planned = call(main, [*words, "--dry-run"], capfd)
     ways = ("", "prompt, ", "opening, ")
     arms = [f"{way}{t}" for way in ways for t in (GREEDY, "T = 1")]
-    assert planned.status == 0 and "; ".join(arms) in " ".join(planned.out.split())
+    assert planned.status == 0 and planned.out.count(" to sample ") == 2
     line = refusal(call(main, [*words, "--opening", "Thanks. "], capfd))
     assert "has white space at its ends" in line
     assert not out.exists()
@@ -106,7 +106,7 @@ def test_the_command_lists_its_arms_and_samples_each_once(siblings, tmp_path, ca
     assert outcome.status == 0, outcome.err
     assert "\nWhat the best other way of asking adds" in outcome.out
     found = pd.read_parquet(out / "estimates.parquet")
-    assert set(found["term"]) == {*arms, "best arm", "best temperature"}
+    assert set(found["term"]) == {*arms, "best arm"}
     by_arm = found.set_index(["quantity", "term"])["value"]
     for arm in set(arms) - {GREEDY}:  # every query has turns of all arms
         apart = by_arm[BEYOND_SIBLINGS, arm] - by_arm[BEYOND_SIBLINGS, GREEDY]

@@ -6,7 +6,6 @@ import pytest
 from judging import ROWS, FakeJudge, annotate, keys_of, plant
 from test_results import example_result
 
-from experiments.compare import category_shares
 from ia_mech.display import Quiet
 from ia_mech.errors import UserError
 from ia_mech.judge.__main__ import main
@@ -207,7 +206,6 @@ def test_sources_of_two_datasets_with_one_id_stay_apart(colliding):
     }
     found = estimates(read_runs([colliding], "first")).query("dataset == '(all)'")
     assert set(found.query("quantity in ('rate', 'floor')")["sources"]) == {contexts}
-    assert category_shares(colliding, "first")["source"].nunique() == contexts
     turns = colliding.generations[list(KEY)].assign(evidence=-0.5, run=colliding.name)
     about = {"kind": "reaction", "identities": [colliding.identity_digest]}
     found = example_result(about=about, data={"turns": turns})

@@ -12,10 +12,9 @@ import pytest
 from runs import CONTEXTS, planted, rehashed, rewritten, sampled, with_settings
 from shell import Outcome, call, files, refusal
 
-from experiments.compare import category_shares
 from ia_mech.errors import UserError
 from ia_mech.judge.judging import items_of
-from ia_mech.judge.rubric import CANNOT_ASSESS, FOLLOW_UP, read_rubric
+from ia_mech.judge.rubric import FOLLOW_UP, read_rubric
 from ia_mech.judge.sheets import csv_bytes, export_sheet, import_sheet, write_sheet
 from ia_mech.rates.__main__ import main
 from ia_mech.rates.compute import estimates
@@ -326,16 +325,6 @@ def test_rates_are_by_the_rubric_that_the_judge_labelled_by(copy, tmp_path):
     run = plant(copy(), say=lambda key: named[key[1]], record=RULES | own)
     turns = read_runs([run.path]).turns
     assert turns.groupby("temperature")["follow_up"].mean().to_dict() == {0: 0, 0.7: 1, 1: 1}
-    shares = category_shares(run, "builtin")
-    assert set(shares["term"]) == {"asks", "objects", "thanks"}
-    assert shares["value"].sum() == shares.groupby(["turns", "source"]).ngroups
-
-
-def test_what_could_not_be_assessed_is_in_no_share_of_a_category(copy):
-    run = plant(copy(), say=lambda key: [CANNOT_ASSESS, "generic"][key[2] % 2])
-    shares = category_shares(run, "builtin")
-    assert CANNOT_ASSESS not in set(shares["term"])
-    assert set(shares.groupby(["turns", "source"])["value"].sum().round(9)) == {1.0}
 
 
 def test_turns_count_by_how_many_of_their_tokens_were_drawn(tiny_subject, tmp_path, capfd):

@@ -1,7 +1,6 @@
 """A whole study of a tiny model, its sentence and page; two studies side by side."""
 
 import io
-import json
 import os
 import re
 import shutil
@@ -58,14 +57,13 @@ def finished(model: str, data: str, out: Path) -> Path:
 
 def test_a_study_ends_with_one_sentence_its_control_and_a_page(made):
     found = read(made / STUDY)
-    assert re.search(
-        r"are \d+ of 16 greedy turns of \S+ \(\d+ in role\), \d+ of 16 turns with", found.sentence
-    )
-    assert "The follow-up mass of first tokens is" in found.sentence
+    assert re.search(r"\d+ of 16 greedy user turns of \S+ are follow-ups", found.sentence)
+    assert "first token" in found.sentence
     assert "of 1.58 bits about which of 3 responses they followed" in found.sentence
     assert "The response's keys and values are enough for" in found.sentence
     assert found.control.startswith("Follow-ups are compared with wrong conversations, bits")
-    assert {"mass", "locate", "study"} == set(found.estimates["stage"])
+    rates = {"rates-builtin", "rates-builtin-drawn-1"}
+    assert rates | {"mass", "locate"} == set(found.estimates["stage"])
     assert "sites" in found.figures
     page = re.sub("<[^>]*>", "", (made / "report.html").read_text("utf-8"))
     assert found.sentence.partition(" tell ")[2][:60] in page
@@ -76,8 +74,8 @@ def test_a_study_prints_a_line_a_stage_its_result_and_one_table(made):
     assert len(said.encode()) <= 6000
     stages, _, rest = said.partition("\n\n")
     names = [line.partition(":")[0] for line in stages.splitlines()]
-    assert names == ["sample", "judge", "rates", "mass", "locate"]
-    assert rest.count("┏") == 1 and "\nthe page: 2 more tables" in rest
+    assert names == ["sample", "judge", "rates", "first token", "mass", "locate"]
+    assert rest.count("┏") == 1 and "\nthe page: 3 more tables" in rest
     assert rest.endswith(f"\npage: {made / 'report.html'}\n")
 
 
@@ -96,18 +94,6 @@ def test_a_second_call_computes_nothing_again(made, data, tiny_model_dir, monkey
     }
     assert study.study(tiny_model_dir, **options).sentence == before
     assert {path: path.stat().st_mtime_ns for path in made.rglob("part*")} == parts
-
-
-def test_a_plan_refuses_what_the_first_stage_would(tiny_model_dir, tmp_path, capfd):
-    """Also what only the template can tell; without it, the plan is of the others."""
-    rows = [{"prompt": f"What is {n}?"} for n in range(4)] + [{"prompt": "A <|im_end|> mark"}]
-    file = tmp_path / "queries.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = [tiny_model_dir, "--dataset", str(file), "--dry-run", "--out", str(tmp_path / "no")]
-    assert "conversation queries-00005" in refusal(call(study.main, words, capfd))
-    fewer = call(study.main, [*words, "--skip-unusable"], capfd)
-    assert fewer.status == 0 and "queries             4;" in fewer.out
-    assert "note: skipped, conversation queries-00005" in fewer.err
 
 
 @pytest.mark.slow
@@ -143,13 +129,9 @@ def test_a_plan_names_the_command_of_each_stage(tiny_model_dir, capfd, tmp_path)
     assert outcome.status == 0 and not (tmp_path / "no").exists()
     for name in ("sample", "judge", "mass", "locate", "elicit", "probes", "all"):
         assert f"\n{name} " in f"\n{outcome.out}"
-    where = ["m", "--where", "--samples", "16", "--judge", "llm --model 'a b'"]
-    args = study.with_defaults(study.build_parser().parse_args(where))
-    todo = {one.name: one.words for one in study.stages(args)}
-    assert "interchange" in todo
+    given = study.build_parser().parse_args(["m", "--judge", "llm --model 'a b'"])
+    todo = {one.name: one.words for one in study.stages(study.with_defaults(given))}
     assert todo["judge"][3:] == ["--judge", "llm", "--model", "a b"]
-    for words in (["m", "--where"], ["m", "--where", "--quick"]):
-        assert "--where takes 16 turns a conversation" in refusal(call(study.main, words, capfd))
 
 
 def test_studies_are_compared_over_the_queries_that_they_share(made, tmp_path, capfd):
@@ -157,7 +139,7 @@ def test_studies_are_compared_over_the_queries_that_they_share(made, tmp_path, c
     other = Path(shutil.copytree(made, tmp_path / "other"))
     assert "is a copy of" in refusal(call(compare.main, [str(made), str(other)], capfd))
     assert "one study can't be compared" in refusal(call(compare.main, [str(made)], capfd))
-    assert "is a run, not a study" in refusal(call(compare.main, [str(made / "run")] * 2, capfd))
+    assert "not a finished study" in refusal(call(compare.main, [str(made / "run")] * 2, capfd))
     model = {"name": "other"}
     rewritten(other / "run", "run.json", lambda record: record["identity"]["model"].update(model))
     file = other / "run" / "results" / "locate" / "queries.parquet"
@@ -174,6 +156,4 @@ def test_studies_are_compared_over_the_queries_that_they_share(made, tmp_path, c
     assert np.allclose(less.loc[of_bits, "value"], 0.25) and of_bits.any()
     assert (less.loc[of_bits, "sources"] == bits["source"].nunique() - 1).all()
     assert np.allclose(less.loc[~of_bits, "value"], 0)
-    shares = found.estimates[found.estimates["quantity"] == compare.SHARE]
-    assert np.allclose(shares.groupby(["model", "turns"])["value"].sum(), 1)
     assert f"report {made}/run {other}/run --results {tmp_path / 'both'}" in said.out
