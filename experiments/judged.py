@@ -1,9 +1,10 @@
-"""Turns under arms, labelled by a judge and compared, paired by query.
+"""Turns under arms, measured and compared, paired by query.
 
-A subclass of :class:`Arms` declares what its arms are, and what each is compared with. How often
-turns are follow-ups is told with the two parts of that rate, *in role* and *once in role*. Where
-queries have several responses (``siblings``), what counts is the rate beyond siblings: minus that
-of the same turns after siblings. ``docs/worked_arm.py`` is one to begin from.
+A subclass of :class:`Arms` declares what its arms are, and what each is compared with. Usually a
+judge labels the turns: how often they are follow-ups is told with the two parts of that rate, *in
+role* and *once in role*. Where queries have several responses (``siblings``), what counts is the
+rate beyond siblings: minus that of the same turns after siblings. Something else of turns can be
+measured without a judge (``measured``). ``docs/worked_arm.py`` is one to begin from.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -45,6 +46,9 @@ class Arms(Experiment):
     Class attributes:
         by: the columns that name an arm.
         less: words → what differs in the name of the arm that is subtracted.
+        shares: quantities of which each value is a share of turns, or a turn's 0 or 1.
+        measured: what :meth:`measure` says of turns, in place of a judge: name → least and most
+            value. The first one counts.
         unperturbed: what counts are turns shown after the responses as they were before a change.
         controls: terms that the sentence leaves to the control.
         title, legend, more: of the table of rates, the legend's last sentences, further columns.
@@ -54,6 +58,8 @@ class Arms(Experiment):
     judged = True
     by: ClassVar[Sequence[str]] = ("temperature", "term")
     less: ClassVar[Mapping[str, Mapping[str, Any]]] = {"minus unchanged": {"term": UNCHANGED}}
+    shares: ClassVar[Sequence[str]] = SHARES
+    measured: ClassVar[Mapping[str, tuple[float, float]]] = {}
     unperturbed: ClassVar[bool] = False
     controls: ClassVar[Sequence[str]] = ()
     title: ClassVar[str] = "follow-ups by the judge"
@@ -62,6 +68,11 @@ class Arms(Experiment):
     words: ClassVar[Mapping[str, str]] = {}
 
     # -- what is compared -------------------------------------------------------------------------
+
+    @property
+    def outcome(self) -> str:
+        """The quantity that counts."""
+        return next(iter(self.measured), BEYOND_SIBLINGS if self.siblings else RATE)
 
     @cached_property
     def contexts(self) -> pd.DataFrame:
@@ -75,10 +86,18 @@ class Arms(Experiment):
         for name, run in self.sampled.items():
             yield {"term": name}, [run]
 
+    def measure(self, turns: pd.DataFrame) -> pd.DataFrame:
+        """A column for each name of ``measured``, with a number for each turn (NaN: it isn't
+        counted). ``turns`` is ``Run.generations``."""
+        raise NotImplementedError
+
     def rows(self) -> pd.DataFrame:
-        """The rates of the turns of all arms (:func:`experiments.outcome.rates_of`), with the arms'
-        names."""
-        arms = list(self.compared())  # which may sample them
+        """What is measured of the turns of all arms, or else their rates
+        (:func:`experiments.outcome.rates_of`), with the arms' names."""
+        arms = list(self.compared())
+        if self.measured:
+            rows = pd.concat(self._turns(runs).assign(**names) for names, runs in arms)
+            return rows[rows["source"].isin(set(sources_of(self.contexts)))].reset_index(drop=True)
         judge, found = self.judge_arms(unperturbed=self.unperturbed), []
         for names, runs in arms:
             changed = self.unperturbed and runs is not self.runs
@@ -94,8 +113,21 @@ class Arms(Experiment):
         rows = pd.concat(found, ignore_index=True)
         return rows[rows["source"].isin(set(sources_of(self.contexts)))].reset_index(drop=True)
 
+    def _turns(self, runs: Sequence[Run]) -> pd.DataFrame:
+        """The turns of an arm; of the runs that were given, those of the compared contexts."""
+        found = []
+        for run in runs:
+            turns = run.generations
+            turns = turns[run.drawn(turns)]
+            if runs is self.runs:
+                those = self.contexts.loc[self.contexts["run"] == str(run.path), "context_id"]
+                turns = turns[turns["context_id"].isin(those)]
+            keys = turns[["dataset", "temperature"]].assign(source=sources_of(turns))
+            found.append(keys.join(self.measure(turns)))
+        return pd.concat(found)
+
     def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
-        return self.compare(rows, BOUNDS)
+        return self.compare(rows, self.measured or BOUNDS)
 
     def compare(
         self,
@@ -125,7 +157,9 @@ class Arms(Experiment):
                     continue
                 names, (least, most) = dict(zip(columns, key, strict=True)), bounds[quantity]
                 values, sources = own[quantity], own["source"]
-                mean = cluster_mean(values, sources, proportion=quantity in SHARES, level=level)
+                mean = cluster_mean(
+                    values, sources, proportion=quantity in self.shares, level=level
+                )
                 counted = int(values.notna().sum())
                 found.append(group.row(quantity, mean.clip(least, most), counted, **names))
                 for words, other in (self.less if less is None else less).items():
@@ -153,8 +187,13 @@ class Arms(Experiment):
         return {quantity: (head, digits), **of_less}
 
     def tables(self, found: pd.DataFrame) -> list[Table]:
-        """What counts, and the rate's parts."""
+        """What is measured; or what counts, and the rate's parts."""
         found = found.assign(term=found["term"].replace(self.words))
+        if self.measured:
+            heads = [item for one in self.measured for item in self.columns_of(one, one).items()]
+            paired = f"Differences are paired by query; p is Holm-corrected. {self.legend}"
+            of = f"user turns by arm ({self.intervals})", found, dict(heads), self.change
+            return tables_of(*of, index=("dataset", *self.by), rows="turns", legend=paired.strip())
         rows = "queries" if self.siblings else "turns"
         how: dict[str, Any] = {"index": ("dataset", *self.by), "rows": rows}
         columns: dict[str, tuple[str, int | str]] = {RATE: ("follow-ups", 2)}
@@ -187,14 +226,19 @@ class Arms(Experiment):
 
         rows = all_datasets(only(found, self.change))
         rows = rows.assign(term=rows["term"].replace(self.words))
-        title = gate_title(self.runs[0].model["name"], self.gate)
+        title = self.runs[0].model["name"]
+        title = gate_title(title, self.gate) if self.judged else title
         return {"arms": Bars(title, self.change, rows)}
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         """The changes of what counts, then those of the controls."""
+        least, most = self.measured.get(self.outcome, (0.0, 1.0))
         said = {
-            term: self.tested(f"{self.change}, of {self.words.get(term, term)}", rows, most=1)
+            term: self.tested(
+                f"{self.change}, of {self.words.get(term, term)}", rows, most=most - least
+            )
             for term, rows in only(found, self.change).groupby("term", sort=False)
         }
-        control = [said.pop(term, "") for term in self.controls] + [f"{self.gate.short}."]
-        return Conclusion(" ".join(said.values()), " ".join(filter(None, control)))
+        control = [said.pop(term, "") for term in self.controls]
+        control += [f"{self.gate.short}."] if self.judged else []
+        return Conclusion(" ".join(said.values()), " ".join(control).strip())

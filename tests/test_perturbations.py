@@ -94,6 +94,37 @@ def test_the_worked_arm_compares_turns_paired_by_query(plain, tmp_path, capfd):
     pd.testing.assert_series_equal(rows, less, check_names=False, check_dtype=False)
 
 
+def test_arms_measure_something_else_of_turns_without_a_judge(plain, tmp_path, capfd):
+    class Letters(worked("worked_arm").LastSentence):
+        judged, measured = False, {"letters": (0, 400)}
+
+        def measure(self, turns):
+            return turns.assign(letters=turns["text"].str.len())[["letters"]]
+
+    out = tmp_path / "out"
+    outcome = call(Letters.main, [str(plain.path), "--out", str(out)], capfd)
+    assert outcome.status == 0, outcome.err
+    shorter = Run.open(out / "without_its_last_sentence" / "run")
+    means = [
+        run.generations.assign(letters=run.generations["text"].str.len())
+        .groupby(["source_id", "temperature"])["letters"]
+        .mean()
+        .unstack()
+        for run in (shorter, plain)
+    ]
+    found = pd.read_parquet(out / "estimates.parquet")
+    found = found[found["term"] == "without its last sentence"].set_index("temperature")
+    quantities = {
+        "letters": means[0].mean(),
+        "letters, minus unchanged": (means[0] - means[1].loc[means[0].index]).mean(),
+    }
+    for name, value in quantities.items():
+        rows = found.loc[found["quantity"] == name, "value"]
+        pd.testing.assert_series_equal(rows, value, check_names=False, check_dtype=False)
+    said = json.loads((out / "result.json").read_text())["sentence"]
+    assert "Letters, minus unchanged, of without its last sentence" in said
+
+
 def test_the_report_says_how_many_turns_count_that_were_written_without_the_response(
     plain, tmp_path
 ):
@@ -104,7 +135,10 @@ def test_the_report_says_how_many_turns_count_that_were_written_without_the_resp
     counts = written.labelled("builtin-unperturbed").groupby("temperature")["follow_up"]
     numbers = [f"{yes:g} of {of}" for yes, of in zip(counts.sum(), counts.count(), strict=True)]
     said = without_response(copy, "builtin")
-    assert f"{numbers[0]} greedy ones (" in said and f"{numbers[1]} sampled at T = 0.5 (" in said
+    assert (
+        f"response, {numbers[0]} greedy ones and {numbers[1]} sampled at T = 0.5 are follow-ups"
+        in said
+    )
     found = pd.read_parquet(copy.path / "results/perturbations/estimates.parquet")
     less = found[(found["quantity"] == "follow-ups, minus unchanged") & (found["term"] == "remove")]
     less = less[less["dataset"] == "(all)"].sort_values("temperature")["value"]
@@ -306,7 +340,7 @@ def test_the_sentence_tells_only_changes_that_are_shown(plain, found):
         "have been shown)."
     )
     assert nothing == unmoved
-    assert "any conversation are not shown to be follow-ups less often. Control" in control
+    assert "any conversation are not shown to be follow-ups less often. On" in control
     removed = told["term"] == "remove"
     told.loc[removed & (told["temperature"] == 1), ["p_holm", "high"]] = 0.01, -0.1
     told.loc[removed & told["temperature"].isna(), ["p_holm", "value", "low", "high"]] = (
