@@ -192,7 +192,7 @@ class Arms(Experiment):
         if self.measured:
             heads = [item for one in self.measured for item in self.columns_of(one, one).items()]
             paired = f"Differences are paired by query; p is Holm-corrected. {self.legend}"
-            of = f"user turns by arm ({self.intervals})", found, dict(heads), self.change
+            of = f"user turns by arm ({self.intervals})", found, dict(heads)
             return tables_of(*of, index=("dataset", *self.by), rows="turns", legend=paired.strip())
         rows = "queries" if self.siblings else "turns"
         how: dict[str, Any] = {"index": ("dataset", *self.by), "rows": rows}
