@@ -127,19 +127,13 @@ def tables_of(
 
 
 def sentence_of(
-    words: str,
-    rows: pd.DataFrame,
-    digits: int = 2,
-    *,
-    null: float | None = None,
-    most: float = np.inf,
+    words: str, rows: pd.DataFrame, *, null: float | None = None, most: float = np.inf
 ) -> str:
     """Estimates as a sentence: ``Words: greedy 0.22 [0.17, 0.27], T = 1: 0.28 [0.25, 0.30].``
 
     Args:
         words: what the estimates are.
         rows: all of one quantity; if there are several datasets, only all together are told.
-        digits: decimals.
         null: the value without an effect. If an interval contains it, the sentence says how large
             an effect would have been shown.
         most: the largest possible effect, such as 1 for a difference of rates.
@@ -156,11 +150,11 @@ def sentence_of(
         where = [one_line(row[name], 40) for name in names]
         if not np.isnan(t := row.get("temperature", np.nan)):
             where.append("greedy" if t == 0 else f"T = {t:g}:")
-        said = cell_of(row, digits)
+        said = cell_of(row)
         few = estimate_of(row).few
         if null is not None and not few and row["low"] <= null <= row["high"]:
             least = row.get("detectable", smallest_effect(row))
-            said += f" ({could_show(least, digits, most)})"
+            said += f" ({could_show(least, most=most)})"
         found.append(" ".join([*where, said]))
     return f"{words[:1].upper()}{words[1:]}: {', '.join(found)}." if found else ""
 

@@ -542,17 +542,15 @@ _NO_VALUES = {*("or", "and", "if", "is", "with", "to", "in"), *("leaves", "lists
 
 
 @contextmanager
-def parameters_named(
-    known: Parsers = PARAMETERS, command: str = "ia-mech sample"
-) -> Iterator[None]:
-    """Have refusals name the parameters of a Python function, where its command has flags."""
+def parameters_named() -> Iterator[None]:
+    """Have refusals name the parameters of ``sample()``, where its command has flags."""
 
     def named(found: re.Match[str]) -> str:
         whole, flag, value = found.groups()
         name = "" if whole else flag.replace("-", "_")
-        if whole or name not in known:
-            return whole or found[0].replace("--", f"{command} --", 1)
-        parse, rest = known[name], "" if value is None else f" {value}"
+        if whole or name not in PARAMETERS:
+            return whole or found[0].replace("--", "ia-mech sample --", 1)
+        parse, rest = PARAMETERS[name], "" if value is None else f" {value}"
         if parse is None:
             return f"{name}=True{rest}"
         try:
