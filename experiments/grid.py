@@ -52,8 +52,6 @@ from experiments.control import (
 )
 from experiments.experiment import Conclusion, Experiment, Model, Unit, flag
 from experiments.outcome import (
-    IN_ROLE,
-    ONCE_IN_ROLE,
     SCORING,
     parts_of,
     shares_of,
@@ -372,15 +370,10 @@ class FollowUps(Grid):
         shares = parts.groupby(turns["context_id"].astype(object)).mean()
         about = pd.DataFrame([json.loads(text)[EXCHANGED] for text in run.contexts["metadata"]])
         about = about.join(shares.reindex(run.contexts["context_id"]).reset_index(drop=True))
-        index = ["recipient", "place", "layer"]
-
-        def pivot(values: str) -> pd.DataFrame:
-            table = about.pivot_table(index=index, columns="arm", values=values, sort=False)
-            return table.reindex(columns=list(ARMS))
-
-        table = pivot("share").dropna()
-        for part in (IN_ROLE, ONCE_IN_ROLE):
-            table = table.join(pivot(part).add_prefix(f"{part} "))
+        index, values = ["recipient", "place", "layer"], list(parts)
+        table = about.pivot_table(index=index, columns="arm", values=values, sort=False)
+        table.columns = [arm if of == "share" else f"{of} {arm}" for of, arm in table.columns]
+        table = table.dropna(subset=list(ARMS))
         about = self.about_donors(own=SCORING)
         for name in ("dataset", "context_id"):
             about[name] = self.contexts[name][about.index].to_numpy()
@@ -467,19 +460,14 @@ class FollowUps(Grid):
         apart = self.tested("the donors' own shares differ by", only(whole, DONORS), most=1)
         thing = "state" if moved["layer"].notna().all() else "site"
         if len(shown):
-            parts = {
-                ", {} of the donors' difference": (RATIO, AS_SHARE),
-                ", beyond the first token {}": (BEYOND, "+.2f"),
-                **{f", {part} {{}}": (name, "+.2f") for part, name in MOVED_PARTS.items()},
-            }
             said = []
             for _, row in shown.iterrows():
                 layer = row["layer"] if pd.notna(row["layer"]) else None
                 at = f" after layer {layer}" if layer is not None else ""
                 said.append(f"{row['term']}{at} {cell_of(row, '+.2f')}")
-                for words, (quantity, digits) in parts.items():
-                    number = told(whole, quantity, digits, term=row["term"], layer=layer)
-                    said[-1] += words.format(number) if number else ""
+                for part, quantity in MOVED_PARTS.items():
+                    if number := told(whole, quantity, "+.2f", term=row["term"], layer=layer):
+                        said[-1] += f", {part} {number}"
             sentence = f"A {thing} moves {self.measured} at {len(said)} of {len(moved)} cells: "
             sentence += f"{'; '.join(said)}. {apart}"
         else:

@@ -165,7 +165,7 @@ def test_a_share_travels_with_the_state_that_decides_it_and_with_no_other(used, 
     assert said[0].startswith(
         "A state moves the share of sampled turns that are judged 'follow-up' at 2 "
     )
-    assert "; header_last after layer 3 " in said[0] and "beyond the first token +0.00" in said[0]
+    assert "; header_last after layer 3 " in said[0] and ", in role +0.00" in said[0]
     control = next(line for line in said if line.startswith("Control: "))
     said = said[said.index(control) :]
     notes = " ".join(json.loads((tmp_path / "out" / "result.json").read_text())["notes"])
