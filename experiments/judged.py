@@ -176,8 +176,7 @@ class Arms(Experiment):
     @property
     def change(self) -> str:
         """The quantity that counts, minus that of the first arm that is subtracted."""
-        counts = BEYOND_SIBLINGS if self.siblings else RATE
-        return f"{counts}, {next(iter(self.less))}"
+        return f"{self.outcome}, {next(iter(self.less))}"
 
     def columns_of(
         self, quantity: str, head: str, digits: int | str = 2, difference: str = "+.2f"

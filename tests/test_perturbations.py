@@ -135,10 +135,8 @@ def test_the_report_says_how_many_turns_count_that_were_written_without_the_resp
     counts = written.labelled("builtin-unperturbed").groupby("temperature")["follow_up"]
     numbers = [f"{yes:g} of {of}" for yes, of in zip(counts.sum(), counts.count(), strict=True)]
     said = without_response(copy, "builtin")
-    assert (
-        f"response, {numbers[0]} greedy ones and {numbers[1]} sampled at T = 0.5 are follow-ups"
-        in said
-    )
+    assert f"response, {numbers[0]} greedy ones (" in said
+    assert f" and {numbers[1]} sampled at T = 0.5 (" in said and "still fit it" in said
     found = pd.read_parquet(copy.path / "results/perturbations/estimates.parquet")
     less = found[(found["quantity"] == "follow-ups, minus unchanged") & (found["term"] == "remove")]
     less = less[less["dataset"] == "(all)"].sort_values("temperature")["value"]
@@ -340,7 +338,7 @@ def test_the_sentence_tells_only_changes_that_are_shown(plain, found):
         "have been shown)."
     )
     assert nothing == unmoved
-    assert "any conversation are not shown to be follow-ups less often. On" in control
+    assert "any conversation are not shown to be follow-ups less often. Control fail" in control
     removed = told["term"] == "remove"
     told.loc[removed & (told["temperature"] == 1), ["p_holm", "high"]] = 0.01, -0.1
     told.loc[removed & told["temperature"].isna(), ["p_holm", "value", "low", "high"]] = (
