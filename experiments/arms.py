@@ -192,7 +192,7 @@ class ArmRun:
                 f"{self.file} {differs if self.file.is_file() else 'is missing'}",
                 f"give another --out, what it was made with, or remove {self.out.parent}",
             )
-        there, vector = Run.open(self.out), self.arm.settings.get("intervention")
+        there, vector = Run.open(self.out, unfinished=True), self.arm.settings.get("intervention")
         wanted: dict[str, Any] = {"settings": self.settings.to_dict(), "intervention": None}
         if vector:  # not its file's name, tells runs apart
             wanted["intervention"] = SteeringVector.load(vector).sha256

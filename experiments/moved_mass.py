@@ -211,7 +211,7 @@ class MovedMass(FollowUps):
         first = self.runs[0].path.resolve()
         place = first.with_name(f"{first.name}-{mass.Mass.folder_name()}") / mass.TURNS / RUN
         if (place / layout.RUN).is_file():
-            run = Run.open(place)
+            run = Run.open(place, unfinished=True)
             alike = run.model["weights_hash"] == self.runs[0].model["weights_hash"]
             if alike and run.complete and self.gate.judge in run.labels.judges:
                 return run

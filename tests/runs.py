@@ -211,7 +211,7 @@ def stored(run: Run) -> Run:
 def unfinished(run: Run) -> Run:
     """The run without a part of contexts."""
     (run.path / layout.manifest_file("contexts", "00000")).unlink()
-    return Run.open(run.path)
+    return Run.open(run.path, unfinished=True)
 
 
 def rewritten(root: Path, name: str, change: Callable[[dict], object]) -> Run:
@@ -290,7 +290,7 @@ def write_by_hand(out: Path, change=None, parts=range(4)) -> Run:
             if writer.claim("contexts", name):
                 add_part(writer, part, change=change if part == 1 else None)
         writer.finish()
-    return Run.open(out)
+    return Run.open(out, unfinished=True)
 
 
 @pytest.fixture

@@ -373,7 +373,7 @@ def test_logits_that_are_not_numbers_end_the_run_with_nothing_of_them_written(
     monkeypatch.setattr(compute, "prefill_all", broken)
     with pytest.raises(UserError, match=r"logits are not numbers for the context of .* in float32"):
         sampled(SETTINGS, tiny_subject, tmp_path / "run")
-    assert Run.open(tmp_path / "run").counts == {"responses": 0, "contexts": 0}
+    assert Run.open(tmp_path / "run", unfinished=True).counts == {"responses": 0, "contexts": 0}
     assert not list((tmp_path / "run").rglob("*.safetensors"))
 
 
@@ -504,7 +504,7 @@ def test_resuming_elsewhere_says_what_differs(tiny_subject, tmp_path, progress, 
     out = tmp_path / "run"
     with pytest.raises(KeyboardInterrupt):
         sampled(SETTINGS, tiny_subject, out, Stop(0))
-    session = Run.open(out).sessions[0]
+    session = Run.open(out, unfinished=True).sessions[0]
     assert session["cpu_capability"] == torch.backends.cpu.get_cpu_capability()
     assert session["weights"] in ("plain", "reordered")
     honest = job.machine
@@ -542,7 +542,7 @@ def test_rows_do_not_depend_on_the_workers(tiny_subject, tmp_path):
     }
     with pytest.raises(KeyboardInterrupt):
         sampled(settings, tiny_subject, tmp_path / "on", Stop(0), crew=Crew(2, 1))
-    assert not Run.open(tmp_path / "on").complete
+    assert not Run.open(tmp_path / "on", unfinished=True).complete
     digests.add(sampled(settings, tiny_subject, tmp_path / "on", crew=Crew(4)).digest())
     assert len(digests) == 1
 

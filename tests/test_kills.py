@@ -75,7 +75,7 @@ class Sampling:
         path = self.folder / name / "run"
         if not (path / "run.json").is_file():
             return set()
-        run = Run.open(path)
+        run = Run.open(path, unfinished=True)
         assert run.verify() == []
         return {(kind, part["name"]) for kind in run.counts for part in run.parts(kind)}
 

@@ -272,7 +272,7 @@ def test_its_tables_fit_a_terminal(out):
 def test_a_killed_one_goes_on_to_the_same_numbers(used, out, tmp_path):
     again = Path(shutil.copytree(out, tmp_path / "mass"))
     shutil.rmtree(again / mass.TURNS / "run" / "judgements")
-    unfinished(Run.open(again / mass.TURNS / "run"))
+    unfinished(Run.open(again / mass.TURNS / "run", unfinished=True))
     assert mass.main(words_for(used, again)) == 0
     one, other = (pd.read_parquet(place / "estimates.parquet") for place in (out, again))
     pd.testing.assert_frame_equal(one, other)

@@ -154,7 +154,7 @@ def test_a_run_none_of_whose_queries_is_answered_is_refused(tiny_subject, tmp_pa
     with pytest.raises(UserError, match="3 of 3 queries have fewer than 3 distinct finished"):
         sampled(settings, tiny_subject, tmp_path / "run", progress)
     assert [line.split()[0] for line in progress.lines if line.endswith(" 0")] == ["responses"]
-    run = Run.open(tmp_path / "run")
+    run = Run.open(tmp_path / "run", unfinished=True)
     for read in (run.check_finished, lambda: run.contexts):
         with pytest.raises(UserError, match=r"have any user turn: 3 of 3 .*; raise --max-resp"):
             read()

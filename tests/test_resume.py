@@ -73,7 +73,7 @@ def test_an_interrupted_run_goes_on(tiny_subject, tmp_path, undisturbed, phase, 
     with pytest.raises(KeyboardInterrupt):
         sampled(SMALL, tiny_subject, out, progress, crew=Crew(workers=1))
     assert progress.stopped
-    run = Run.open(out)
+    run = Run.open(out, unfinished=True)
     assert not run.complete and run.verify() == []
     # The worker may have finished the next part while that one was written.
     assert all(kept[kind] <= count for kind, count in run.counts.items())
@@ -121,8 +121,13 @@ def test_a_full_disk_is_reported_and_a_later_call_goes_on(
         assert reported.value.problem == f"{out} could not be written (No space left on device)"
         assert reported.value.remedy.startswith("free some space, ")
         if room:
-            assert not Run.open(out).complete and Run.open(out).verify() == []
-    assert Run.open(out).counts["contexts"] > 0
+            assert (
+                not Run.open(out, unfinished=True).complete
+                and Run.open(out, unfinished=True).verify() == []
+            )
+    assert Run.open(out, unfinished=True).counts["contexts"] > 0
+    with pytest.raises(UserError, match="is still being written or was interrupted"):
+        Run.open(out)
     run = sampled(SMALL, tiny_subject, out)
     assert run.complete and run.verify() == [] and run.digest() == undisturbed
 

@@ -222,7 +222,7 @@ def test_a_run_knows_the_command_that_makes_it(tmp_path, run):
 
 def test_a_run_without_a_finished_part_says_so(tmp_path):
     RunWriter(tmp_path / "run", RECORD).close()
-    run = Run.open(tmp_path / "run")
+    run = Run.open(tmp_path / "run", unfinished=True)
     assert not run.complete and run.verify() == []
     for ask in (
         lambda: run.contexts,

@@ -44,7 +44,7 @@ def test_a_part_is_entered_with_its_files_contexts_and_rows(tmp_path, by_hand):
         run.start_session({"machine": "a"})
         nothing = contexts_table([]), generations_table([]), None, None
         run.add_contexts(NAMES[0], *nothing, batch_rows=64)
-    read = Run.open(tmp_path / "run")
+    read = Run.open(tmp_path / "run", unfinished=True)
     (session,) = read.sessions
     assert session["machine"] == "a" and session["begun"]
     (part,) = read.parts("contexts")
@@ -64,11 +64,11 @@ def test_responses_are_parts_of_their_own(tmp_path):
 
     with RunWriter(tmp_path / "run", record) as run:
         run.add_responses("00000", [response(0), response(1)])
-        assert not Run.open(tmp_path / "run").complete
+        assert not Run.open(tmp_path / "run", unfinished=True).complete
         with RunWriter(tmp_path / "run", record) as other:
             other.add_responses("00001", [response(2)])
         assert run.finished_parts("responses") == {"00000": 2, "00001": 1}
-    read = Run.open(tmp_path / "run")
+    read = Run.open(tmp_path / "run", unfinished=True)
     assert read.counts == {"responses": 3, "contexts": 0} and not read.complete
     assert read.responses.to_dict("records") == [response(order) for order in range(3)]
 
@@ -207,7 +207,7 @@ def test_every_state_between_two_file_operations_can_be_gone_on_from(
     finished = set()
     for state in states[::step]:
         if (state / "run" / "run.json").exists():
-            found = Run.open(state / "run")
+            found = Run.open(state / "run", unfinished=True)
             assert found.verify() == []
             finished.add(len(found.parts("contexts")))
         done = write_by_hand(state / "run")
@@ -245,4 +245,4 @@ def test_what_the_kernel_refuses_to_write_is_an_oserror(tmp_path, vocab, text, f
         assert refusal.value.errno == errno.EFBIG
         assert not (run.path / file).exists() and run.finished_parts("contexts") == {}
         run.add_contexts(NAMES[0], *stored)
-    assert Run.open(tmp_path / "run").verify() == []
+    assert Run.open(tmp_path / "run", unfinished=True).verify() == []

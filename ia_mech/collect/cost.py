@@ -89,7 +89,7 @@ def _there(plan: Plan) -> dict[str, str]:
     part takes, too: that is measured with the weights."""
     kept, memory = "nothing", "said here once the run has begun: it is measured with the weights"
     if (plan.out / layout.RUN).is_file():
-        run = Run.open(plan.out)
+        run = Run.open(plan.out, unfinished=True)
         counts = ", ".join(f"{count} {kind}" for kind, count in run.counts.items())
         kept = f"{counts}; all above is of the whole run"
         if run.complete:

@@ -150,7 +150,7 @@ def collect(
             f"{error.filename2 or out} could not be written ({error.strerror or error})",
             f"{remedy}; the same command then goes on from what is kept",
         ) from error
-    return Run.open(out)
+    return Run.open(out, unfinished=True)
 
 
 @dataclass

@@ -64,19 +64,23 @@ class Run:
         self._compared: set[str] = set()  # files whose hash has been compared
 
     @classmethod
-    def open(cls, path: str | Path) -> "Run":
-        """Open a run, checking that each file of text and numbers is there in full size.
+    def open(cls, path: str | Path, *, unfinished: bool = False) -> "Run":
+        """Open a run, checking that each file of text and numbers is there in full size; with
+        ``unfinished``, also one of which parts are lacking.
 
         The content of every file is compared with its hash when the file is first read. Files of
         tensors (:data:`ia_mech.run.layout.TENSORS`) may be missing: texts, labels and rates can be
         read without them.
 
         Raises:
-            UserError: the folder is no run or one of another format, or a part is damaged.
+            UserError: the folder is no run or one of another format, a part is damaged, or parts
+                are lacking.
         """
         run = cls(path)
         for part in run._parts.values():
             run._check(part, layout.texts_of(part["files"]), content=False)
+        if not unfinished:
+            run.check_finished()
         return run
 
     @property
