@@ -331,7 +331,7 @@ class Experiment(ABC):
             parser.add_argument("--model", type=nonblank, metavar="PATH", help=where)
         cls.add_flags(parser)
         written = parser.add_argument_group("what is shown and written")
-        where = "where both go instead"
+        where = "where results and new turns go instead"
         written.add_argument("--out", type=path_of, metavar="FOLDER", help=where)
         written.add_argument("--full", action="store_true", help="print all tables and notes")
         written.add_argument("--dry-run", action="store_true", help="say what it takes, and stop")

@@ -199,8 +199,8 @@ class Reaction(Experiment):
         enough = [query for query in self.queries if sum(query.complete) >= count]
         if len(enough) < 2:  # the reader's scale is fitted on other queries
             raise UserError(
-                f"{len(enough)} of {len(self.queries)} queries have {count} finished responses; "
-                "two are needed",
+                f"two queries with {count} finished responses are needed; of {len(self.queries)} "
+                f"there {'is' if len(enough) == 1 else 'are'} {len(enough)}",
                 "sample more queries, or with a larger --max-response-tokens",
             )
         self.used = [finished(query, count) for query in enough]

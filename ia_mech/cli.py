@@ -149,7 +149,7 @@ def add_threads(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> No
 def add_workers(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """``--workers`` and ``--threads``, for commands that compute with a model."""
     parser.add_argument(
-        "--workers", type=threads, metavar="N", help="computing at once (default: one per core)"
+        "--workers", type=threads, metavar="N", help="parts at a time (default: one per core)"
     )
     _add_threads(parser, "of each worker (default: the cores' share)")
 

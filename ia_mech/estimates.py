@@ -274,7 +274,7 @@ def could_show(
         return "too few data to show any effect"
     least_text, last = (f"{min(one, most):.{digits}f}" for one in (least, up_to or least))
     sizes = least_text if last == least_text else f"{least_text} to {last}"
-    return f"with 80% power {sizes} would have been shown"
+    return f"{sizes} would have been shown with 80% power"
 
 
 def queries_needed(comparisons: int = 1) -> int:

@@ -27,7 +27,7 @@ def test_an_effect_of_2_8_standard_errors_is_found_in_four_of_five_studies():
 def test_only_a_null_says_what_it_could_have_shown():
     null, shown = estimate(0.02, -0.08, 0.12), estimate(0.2, 0.1, 0.3)
     said = sentence_of("change", null, null=0.0)
-    assert said == "Change: 0.02 [-0.08, 0.12] (with 80% power 0.14 would have been shown)."
+    assert said == "Change: 0.02 [-0.08, 0.12] (0.14 would have been shown with 80% power)."
     assert sentence_of("change", shown, null=0.0) == "Change: 0.20 [0.10, 0.30]."
     assert sentence_of("change", null) == "Change: 0.02 [-0.08, 0.12]."
     assert "power" not in sentence_of("change", estimate(0.02, np.nan, np.nan), null=0.0)

@@ -140,7 +140,7 @@ def test_the_report_says_how_many_turns_count_that_were_written_without_the_resp
     found = pd.read_parquet(copy.path / "results/perturbations/estimates.parquet")
     less = found[(found["quantity"] == "follow-ups, minus unchanged") & (found["term"] == "remove")]
     less = less[less["dataset"] == "(all)"].sort_values("temperature")["value"]
-    assert re.findall(r"([-+]0\.\d\d) \[", said) == [f"{value:+.2f}" for value in less]
+    assert re.findall(r"([-+]0\.\d\d), not shown", said) == [f"{value:+.2f}" for value in less]
     assert without_response(copy, "another") == ""
 
 
@@ -334,8 +334,8 @@ def test_the_sentence_tells_only_changes_that_are_shown(plain, found):
     told = pd.DataFrame(rows)
     nothing, control = one.conclude(told)
     unmoved = (
-        "No change of the response is shown to move the follow-up rate (with 80% power 0.36 would "
-        "have been shown)."
+        "No change of the response is shown to move the follow-up rate (0.36 would have been "
+        "shown with 80% power)."
     )
     assert nothing == unmoved
     assert "any conversation are not shown to be follow-ups less often. Control fail" in control

@@ -149,8 +149,8 @@ def test_what_random_blocks_may_be_read_as_well_is_no_finding(concluded):
     assert found.sentence.startswith(
         f"{CAN}. That it can be read better there than from {RANDOM_BLOCKS} is not shown"
     )
-    words = "not shown to be read less well than the model's (with 80% power 0.11 would have been "
-    assert f"{words}shown): AUROC 0.66 [0.60, 0.72]" in found.control
+    words = "not shown to be read less well than the model's (0.11 would have been shown with "
+    assert f"{words}80% power): AUROC 0.66 [0.60, 0.72]" in found.control
     assert "At 1 of 2 layers × positions they are read at least as well" in found.control
     assert "as well as" not in found.sentence + found.control
     for low, high in ((-0.06, 0.01), (-0.01, 0.05)):  # either end reaches the margin

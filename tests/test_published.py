@@ -640,8 +640,8 @@ def found_sentences(short: bool) -> list[str]:
     **Sampling brings out follow-ups in Qwen2.5-Coder-1.5B; in SmolLM2-135M that isn't shown.** Of
     Qwen's greedy turns {readers[0]}% are follow-ups, of those sampled at T = 0.7 {readers[1]}%,
     since fewer repeat the conversation or answer it. Shown after another query's conversation,
-    {readers[2]}% and {readers[3]}% of the same turns are. Beyond this control the rise is
-    {mean(100 * by_readers(QWEN, BEYOND_WRONG), 0)} points (unrounded; 95% interval: {low} to
+    {readers[2]}% and {readers[3]}% of the same turns are. Minus this control the rise is
+    {mean(100 * by_readers(QWEN, BEYOND_WRONG), 0)} points (before rounding; 95% interval: {low} to
     {high}). Beyond other responses to the same query no rise is shown. In SmolLM2 {small[0]}%
     and {small[1]}% are follow-ups.
 
@@ -652,8 +652,8 @@ def found_sentences(short: bool) -> list[str]:
 
     **What a turn says is read from the response's tokens.** A sampled turn of Qwen's tells {all_q}
     of 1.58 bits about which of three responses it followed. Patching only that response's keys and
-    values keeps {own_q} bits ({written} where new turns are written), patching only the user
-    header's {head_q}."""
+    values keeps {own_q} bits when these turns are scored again, and {written} when the model writes
+    new ones; patching only the user header's {head_q}."""
     said = f"""{readers[0]}% of Qwen2.5-Coder-1.5B's greedy user turns are follow-ups, and
     {readers[1]}% of its sampled turns are; in SmolLM2-135M no rise is shown.
 

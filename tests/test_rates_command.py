@@ -300,6 +300,29 @@ def test_runs_that_can_not_be_pooled(copy, rates):
     refused(rates(first.path, second.path), "different judges", "--replace")
 
 
+def test_queries_of_two_datasets_do_not_count_twice(tmp_path, rates):
+    rows = [{"prompt": f"What is {n}?", "response": f"It is {n}."} for n in range(3)]
+    runs = []
+    for name in ("one", "two"):
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        runs.append(plant(planted(tmp_path / name, [3], dataset=str(file))).path)
+        rows[0] = {"prompt": "What is 7?", "response": "It is 7."}
+    line = "2 queries are in dataset 'one' of", "and in 'two' of", "count each run alone"
+    refused(rates(*runs), *line)
+
+
+def test_rates_of_several_runs_do_not_take_the_place_of_one_runs_own(copy, rates):
+    first, second = (
+        plant(copy("first")),
+        rewritten(copy("second").path, "run.json", with_settings(seed=1)),
+    )
+    plant(second)
+    assert rates(first.path).status == rates(first.path, second.path).status == 0
+    own, pooled = (read(folder_of(first.path, f"rates-builtin{end}")) for end in ("", "-pooled"))
+    assert len(own.about["identities"]) == 1 and len(pooled.about["identities"]) == 2
+
+
 def test_a_place_that_results_can_not_go_to(run, rates, tmp_path):
     (tmp_path / "file").touch()
     before = files(tmp_path)

@@ -61,7 +61,7 @@ def test_fewer_copies_are_said_to_be_staying_in_role():
         f"changes by {rise} (p < 0.001). Of this change, {role} comes from more turns in role"
         in said
     )
-    assert f"and {rest} (with 80% power" in said
+    assert f"and {rest} (0.0" in said and "shown with 80% power) from" in said
 
 
 def test_turns_that_stay_in_role_more_often_and_follow_up_less_are_said_so():
@@ -174,7 +174,7 @@ def test_what_cant_be_told_isnt():
     assert verdict(estimated(rows.assign(decoy="sibling"))) == ""
     nothing = verdict(estimated(rows.assign(own_follow_up=0.0, follow_up=0.0)))  # no follow-up
     assert nothing.startswith("It isn't shown") and "nan" not in nothing
-    assert "changes by +0.00 [-0.04, +0.04] (with 80% power 0.05 would have been shown)" in nothing
+    assert "changes by +0.00 [-0.04, +0.04] (0.05 would have been shown with 80% power)" in nothing
     plain = estimated(rows.assign(out_of_role=np.nan))  # a rubric without such categories
     assert plain["quantity"].tolist() == [RISE]
     assert "in role" not in verdict(plain)

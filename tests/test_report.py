@@ -30,10 +30,11 @@ from ia_mech.judge.sheets import export_sheet, import_sheet, write_sheet
 from ia_mech.judge.shown import labelled_turns, rule
 from ia_mech.page import packed, rendered
 from ia_mech.rates.__main__ import main as rates_main
+from ia_mech.rates.evidence import close_to_query
 from ia_mech.report import turns as browsers
 from ia_mech.report.__main__ import main, render_report
 from ia_mech.report.contents import missing
-from ia_mech.report.ending import ERRS, close_to_query
+from ia_mech.report.ending import ERRS
 from ia_mech.results import RESULT, Result, Table, folder_of, read, sentences_of, write
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
@@ -559,6 +560,8 @@ def test_follow_ups_that_take_most_of_their_words_from_the_query_are_counted():
     rows = pd.DataFrame(said, columns=["query", "text", "follow_up", "perturbation", "drawn"])
     run = SimpleNamespace(labelled=lambda judge: rows, drawn=lambda these: these["drawn"])
     (line,) = close_to_query(run, "me")
-    assert line.startswith("1 of the 2 follow-ups at all temperatures has most of their words")
+    assert line.startswith(
+        "At least 1 of the 2 follow-ups at all temperatures has most of their words"
+    )
     rows.loc[0, "text"] = "What does the fado cost?"
     assert list(close_to_query(run, "me")) == []

@@ -112,7 +112,7 @@ def test_nothing_is_shown_that_cant_be():
     assert cell_of(estimate(0.375, np.nan, np.nan, 9)) == "0.38 [no interval]"
     assert cell_of(estimate(0.5, 0.18, 17.39, 30), SHARE) == "can't be told"
     assert cell_of(estimate(0.5, 0.18, 0.9, 30), SHARE) == "0.50 [0.18, 0.90]"
-    assert could_show(0.14, most=1) == "with 80% power 0.14 would have been shown"
+    assert could_show(0.14, most=1) == "0.14 would have been shown with 80% power"
     assert could_show(1.43, most=1) == "too few data to show any effect"
     assert could_show(1.43) and not could_show(np.nan)
 

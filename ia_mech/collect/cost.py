@@ -87,7 +87,7 @@ def plan_lines(plan: Plan, shard: Shard) -> dict[str, str]:
 def _there(plan: Plan) -> dict[str, str]:
     """What is there already of the run that the command would go on with. It says how much memory a
     part takes, too: that is measured with the weights."""
-    kept, memory = "nothing", "said here once the run has begun: it is measured with the weights"
+    kept, memory = "nothing", "known once the run has begun: it is measured with the weights"
     if (plan.out / layout.RUN).is_file():
         run = Run.open(plan.out, unfinished=True)
         counts = ", ".join(f"{count} {kind}" for kind, count in run.counts.items())
@@ -143,7 +143,7 @@ def size_text(count: int) -> str:
 
 def time_text(seconds: float) -> str:
     """About how long something takes."""
-    return f"about {duration(seconds)} where nothing else runs, by the usual speed of such a device"
+    return f"about {duration(seconds)} on an idle machine, by the usual speed of such a device"
 
 
 def duration(seconds: float) -> str:

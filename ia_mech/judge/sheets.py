@@ -400,7 +400,7 @@ def export_command(args: argparse.Namespace) -> None:
         print(f"sheet: {file}")
     print("open the .html, which needs no network, and import the table that it saves; or fill in")
     print(f"this table's category (and note), explained by: {program()} judge rubric")
-    print("an apostrophe before = + - @ is ours: it keeps spreadsheets from running a model's text")
+    print("cells that begin with = + - @ have an apostrophe before: spreadsheets would run them")
     words = f"{shell_word(args.run)} {shell_word(files[0])}"
     print(f"next: {program()} annotate import {words} --annotator NAME")
 

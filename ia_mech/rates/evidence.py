@@ -1,7 +1,7 @@
 """What results say of the turns of a run, such as which turns depend on their own response."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +10,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ia_mech.errors import UserError
-from ia_mech.estimates import all_datasets, estimate_of, p_value
+from ia_mech.estimates import SHOWN, all_datasets, estimate_of
+from ia_mech.judge.builtin.features import FUNCTION_WORDS, WORD
 from ia_mech.models.embedded import cache_dir
 from ia_mech.results import folder_of, folders_of, read
 from ia_mech.run import Run
 from ia_mech.run.labelled import positions
 from ia_mech.run.labels import KEY
-from ia_mech.run.layout import RUN
+from ia_mech.run.layout import RUN, UNPERTURBED
 from ia_mech.run.sources import sources_of
 
 # A follow-up that is likelier after its own response than after all siblings together.
@@ -90,18 +91,37 @@ def without_response(run: Run, judge: str) -> str:
     rows = all_datasets(result.estimates)
     rows = rows[(rows["quantity"] == f"follow-ups, minus {UNCHANGED}") & (rows["term"] == "remove")]
     less = {
-        row.temperature: f"{estimate_of(row).text(sign=True)} {p_value(row.p_holm)}"
+        row.temperature: estimate_of(row).text(sign=True)
+        if row.p_holm <= SHOWN
+        else f"{row.value:+.2f}, not shown"
         for row in rows.itertuples()
     }
     each = list[str]()
     for t, yes, of in counts.itertuples():
         what = f"sampled at T = {t:g}" if t else "greedy ones"
-        against = "" if each else " against turns written with it"
+        against = "" if each else ", against turns written with it"
         each.append(f"{yes} of {of} {what}" + (f" ({less[t]}{against})" if t in less else ""))
     return (
         f"of turns written without the response, {' and '.join(each)} still fit it, by topic or by "
         "luck"
     )
+
+
+def close_to_query(run: Run, judge: str) -> Iterator[str]:
+    """How many follow-ups take most of their words from their query: wrong conversations don't show
+    whether they only ask it again."""
+    rows = run.labelled(judge)
+    rows = rows[(rows["perturbation"] == UNPERTURBED) & (rows["follow_up"] == 1) & run.drawn(rows)]
+    close = 0
+    for query, text in zip(rows["query"], rows["text"], strict=True):
+        asked, said = ({*WORD.findall(one.lower())} - FUNCTION_WORDS for one in (query, text))
+        close += len(said & asked) > len(said) / 2
+    if close:
+        yield (
+            f"At least {close} of the {len(rows)} follow-ups at all temperatures "
+            f"{'has' if close == 1 else 'have'} most of their words from their query and may only "
+            "put it in other words, which the control can't detect."
+        )
 
 
 def table_of_run(folder: Path, run: Run, stem: str, columns: Sequence[str]) -> pd.DataFrame | None:

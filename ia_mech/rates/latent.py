@@ -95,12 +95,12 @@ def verdict(estimates: pd.DataFrame, level: float = 0.95, fit: float = math.inf)
         f"It {shown} shown that {words}: from greedy to T = {best:g}{several}, the rate minus that "
         f"after wrong conversations changes by {told(RISE)}."
     ]
-    if REST in found:
+    if REST in found and change:
         role, rest = ("more" if found[part]["value"] > 0 else "fewer" for part in (ROLE, REST))
         said.append(
             f"Of this change, {estimate_of(found[ROLE]).text(sign=True)} comes from {role} turns "
-            "in role (they neither repeat the conversation nor speak as the assistant), and "
-            f"{told(REST)} from {rest} follow-ups among these."
+            "in role (those that neither repeat the conversation nor speak as the assistant), and "
+            f"{told(REST)} from {rest} follow-ups among the turns in role."
         )
     if gate == NOT_PASSED:
         said.append("Most of what this judge calls follow-ups fits wrong conversations, too.")
@@ -131,8 +131,8 @@ def conclusion(estimates: pd.DataFrame, level: float = 0.95, fit: float = math.i
     }[change]
     numbers = estimate_of(found[RISE]).text(sign=True)
     return (
-        f"Sampling at T = {best:g} {said}: the rate, minus that after wrong conversations, changes "
-        f"by {numbers}."
+        f"Sampling at T = {best:g} {said}: from greedy to sampled turns the rate, minus the "
+        f"control's, changes by {numbers}."
     )
 
 

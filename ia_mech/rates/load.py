@@ -6,7 +6,9 @@ prompt together, and prompts of two datasets that happen to have the same id sta
 """
 
 import hashlib
+import json
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -133,6 +135,25 @@ def open_runs(runs: Sequence[str | Path | Run]) -> list[Run]:
     return opened
 
 
+def _refuse_twice(runs: Sequence[Run]) -> None:
+    """Refuse queries that several runs of one model hold under different datasets: they would count
+    twice."""
+    datasets = defaultdict[tuple[str, str], dict[str, Path]](dict)
+    for run in runs:
+        rows = run.contexts[["dataset", "messages"]].itertuples(index=False, name=None)
+        for dataset, messages in rows:
+            asked = json.dumps([[one["role"], one["content"]] for one in messages[:-1]])
+            datasets[run.model["weights_hash"], asked].setdefault(dataset, run.path)
+    twice = [of for of in datasets.values() if len(set(of.values())) > 1]
+    if twice:
+        (first, where), (second, there), *_ = twice[0].items()
+        raise UserError(
+            f"{len(twice)} quer{'y is' if len(twice) == 1 else 'ies are'} in dataset {first!r} of "
+            f"{where} and in {second!r} of {there}, and would count twice",
+            "count each run alone, or sample them from one file",
+        )
+
+
 def read_runs(
     runs: Sequence[str | Path | Run],
     judge: str | None = None,
@@ -157,6 +178,7 @@ def read_runs(
             with few values.
     """
     runs = open_runs(runs)
+    _refuse_twice(runs)
     judge = choose_judge(runs, judge)
     record = _record_of_one_judge(runs, judge)
     annotator = choose_annotator(runs, annotator)

@@ -13,7 +13,7 @@ from ia_mech.judge.decoys import AFTER, DECOY_KINDS, WRONG
 from ia_mech.judge.rubric import heading
 from ia_mech.rates import figures, latent
 from ia_mech.rates.compute import MIN_ANNOTATED, MIN_ANNOTATED_SOURCES, RELIABILITY_TURNS, estimates
-from ia_mech.rates.evidence import DEPENDENT, without_response
+from ia_mech.rates.evidence import DEPENDENT, close_to_query, without_response
 from ia_mech.rates.fit import highest, marked
 from ia_mech.rates.gate import Gate, named
 from ia_mech.rates.load import EVERY, SUBJECT, JudgedTurns, matching
@@ -86,6 +86,7 @@ def result_on(
     """A result of this kind on judged runs, with ``gates`` as its control and ``settings`` as what
     it depends on."""
     shown = "" if judged.responses == EVERY else f"-{judged.responses}"
+    shown += "-pooled" if len(judged.runs) > 1 else ""
     shown += "" if judged.by is None else f"-by-{quote(judged.by, safe='')}"
     shown += "" if judged.drawn_tokens is None else f"-drawn-{judged.drawn_tokens}"
     labellers = judged.judge, settings.get("annotator")
@@ -94,6 +95,7 @@ def result_on(
     beside = [f"but {one}" for one in counts if one]
     control = [f"{'; '.join([*(gate.short for gate in gates), *beside])}."]
     control += [sentence for gate in gates for sentence in gate.details]
+    control += [sentence for run in judged.runs for sentence in close_to_query(run, judged.judge)]
     control += [f"{known[0].upper()}{known[1:]}."] if known else []
     made = Result(
         name=f"rates-{judged.judge}{kind.removeprefix('rates')}{shown}",

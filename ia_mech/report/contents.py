@@ -22,6 +22,7 @@ from ia_mech.rates.evidence import changed_runs
 from ia_mech.rates.fit import FOOTNOTE
 from ia_mech.results import Result, Table, read, sentences_of
 from ia_mech.run import Run
+from ia_mech.run.labels import BUILT_IN
 from ia_mech.run.queries import conversations_text
 from ia_mech.run.sources import sources_of
 from ia_mech.settings import Settings
@@ -280,13 +281,16 @@ def provenance(runs: Sequence[Run], names: Sequence[str]) -> Table:
 
 
 def commands(runs: Sequence[Run], cards: Sequence[Card]) -> list[str]:
-    """The commands that sampled the runs, and those that made the results and keep theirs. A run
-    is named without its folder."""
+    """The commands that sampled the runs, those of the built-in judge, and those that made the
+    results and keep theirs. A run is named without its folder."""
     words = [
         Settings.read(run.settings).command(Path(run.name), run.model.get("device", ""))
         for run in runs
     ]
     sampled = [f"ia-mech{one.removeprefix(program())}" for one in words]  # no path of this machine
+    sampled += [
+        f"ia-mech judge run {shell_word(run.name)}" for run in runs if BUILT_IN in run.labels.judges
+    ]
     answers = (answer for card in cards for answer in card.answers)
     made = [answer.result.about.get("command") for answer in answers]
     return [*sampled, *dict.fromkeys(filter(None, made))]

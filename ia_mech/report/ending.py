@@ -5,9 +5,8 @@ from pathlib import Path
 
 from ia_mech.cli import program, shell_word
 from ia_mech.estimates import all_datasets
-from ia_mech.judge.builtin.features import FUNCTION_WORDS, WORD
 from ia_mech.judge.shown import labelled_turns, lines_of, rule
-from ia_mech.rates.evidence import without_response
+from ia_mech.rates.evidence import close_to_query, without_response
 from ia_mech.rates.fit import highest, starred, temperature
 from ia_mech.rates.gate import gate_of, named
 from ia_mech.rates.latent import conclusion
@@ -97,23 +96,6 @@ def control(run: Run, judge: str) -> Iterator[str]:
     gate = gate_of(decoys_of(run, judge, turns, run.drawn(turns).to_numpy()), judge)
     if gate.decoys:
         yield f"{gate.short}."
-
-
-def close_to_query(run: Run, judge: str) -> Iterator[str]:
-    """How many follow-ups take most of their words from their query: wrong conversations don't show
-    whether they only ask it again."""
-    rows = run.labelled(judge)
-    rows = rows[(rows["perturbation"] == UNPERTURBED) & (rows["follow_up"] == 1) & run.drawn(rows)]
-    close = 0
-    for query, text in zip(rows["query"], rows["text"], strict=True):
-        asked, said = ({*WORD.findall(one.lower())} - FUNCTION_WORDS for one in (query, text))
-        close += len(said & asked) > len(said) / 2
-    if close:
-        yield (
-            f"{close} of the {len(rows)} follow-ups at all temperatures "
-            f"{'has' if close == 1 else 'have'} most of their words from their query and may only "
-            "put it in other words, which the control can't detect."
-        )
 
 
 def _sampling(run: Run, judge: str, folders: Sequence[Path]) -> str:
