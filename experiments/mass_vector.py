@@ -385,7 +385,7 @@ class MassVector(Arms):
             learned, permuted, without = (
                 told(whole, quantity, term=term) for term in (LEARNED, PERMUTED, UNSTEERED)
             )
-            apart = told(whole, f"{quantity}, minus permuted", "+.2f")
+            apart = told(whole, f"{quantity}, minus permuted", "+.2f", term=LEARNED)
             return (
                 f"{what} is {learned} under the vector, {permuted} under the control and "
                 f"{without} without one (vector minus control {apart})"
@@ -395,7 +395,7 @@ class MassVector(Arms):
         return Conclusion(
             f"On queries that a vector wasn't learned from, {moved('the follow-up mass', OF_MASS)}."
             f" {moved('The rate at which greedy turns are follow-ups', GREEDY)}.",
-            f"The control is learned from first tokens whose labels have changed places; the KL at "
+            f"The control is learned from first tokens with permuted labels; the KL at "
             f"the header is {kl.min():.2f} to {kl.max():.2f} nats under the vectors. "
             f"{moved('In role, the share of greedy turns', GREEDY_ROLE)}. {self.gate.short}.",
         )

@@ -44,9 +44,15 @@ def only(found: pd.DataFrame, quantity: str, **names: Any) -> pd.DataFrame:
 
 
 def told(found: pd.DataFrame, quantity: str, digits: int | str = 2, **names: Any) -> str:
-    """The first of these estimates as text; an empty one if there is none."""
+    """The one estimate of these as text; an empty one if there is none.
+
+    Raises:
+        ValueError: there are several.
+    """
     rows = only(found, quantity, **names)
-    return cell_of(rows.iloc[0], digits) if len(rows) else ""
+    if len(rows) > 1:
+        raise ValueError(f"{len(rows)} estimates of {quantity!r} with {names}")
+    return "".join(cell_of(row, digits) for _, row in rows.iterrows())
 
 
 def spans(numbers: Iterable[int], between: str = ", ") -> str:

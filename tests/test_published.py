@@ -503,12 +503,12 @@ def of_covered(model: str = NEW) -> Ends:
     return over_pairs(last.assign(moved=shares[0] - shares[1]), "moved")
 
 
-def by_site(model: str) -> dict[str, list[Ends]]:
+def by_site(model: str, donors: str = "sites") -> dict[str, list[Ends]]:
     """Of each part of the context whose keys and values are a donor's: how far the mass moves from
     the low to the high donor, that as a share of what the recipient's first tokens hold, and the
     difference of two equal donors."""
     found = {}
-    for name, one in table(model, "sites").groupby("term"):
+    for name, one in table(model, donors).groupby("term"):
         shares = [one[arm] / one[f"probability of the openings {arm}"] for arm in ("high", "low")]
         one = one.assign(moved=one["high"] - one["low"], share=shares[0] - shares[1])
         one = one.assign(equal=one["equal a"] - one["equal b"])
@@ -728,6 +728,14 @@ def sentences() -> dict[str, list[str]]:
         for m in (SMOL_NEW, NEW)
     )
     (response,) = by_site(NEW)["response"][:1]
+    sibling = by_site(QWEN, "siblings")
+    moved_by_sibling, of_sibling = sibling["response"][0], sibling["query and response"][0]
+    same = around(sibling["response"][2], 2, sign=True)
+    siblings = f"""Where the donors are other responses to the same query ({{}} of the first study's
+    queries), it moves by {around(moved_by_sibling, 2, sign=True)}, nearly all of the
+    {around(of_sibling, 2, sign=True)} by which their own first tokens differ; two siblings of
+    nearly equal mass differ by {same}."""
+    siblings = siblings.format(table(QWEN, "siblings")["source"].nunique())
     first = f"""One language model, as two annotators, labelled {len(twice)}
     turns; numbers are means of both. They agree with κ {agreed[0]}, the judge with the first of
     them with κ {agreed[1]}.
@@ -778,6 +786,11 @@ def sentences() -> dict[str, list[str]]:
 
     14. The mass is higher if the response's keys and values are those of a conversation of high
     rather than of low mass: **yes** ({around(response, 3, sign=True)}).
+
+    15. So if the donors are responses to the same query, of highest and of lowest mass: **yes**
+    ({around(moved_by_sibling, 3, sign=True)}).
+
+    {siblings}
 
     Follow-ups rise by {over_control[0]} over the control after built-in queries,
     {over_control[1]} after IFBench's and {over_control[2]} after MT-bench's. Two readings agree

@@ -9,7 +9,7 @@ FOLDER holds run/ (with results of locate and of ``rates --by correct``) and ban
 ``verdicts.py`` then judges the turns. RUN of ``drawn`` was sampled with ``--drawn-tokens 1 3 all``;
 it may have labels of the annotators ``reader`` and ``second``, and results of ``mass`` and of
 ``interchange`` and ``locate`` with ``--outcome mass``. Labels of first tokens, tables of
-vectors, and the sites of Qwen, were added by hand.
+vectors, and the sites and siblings of Qwen, were added by hand.
 """
 
 import sys
@@ -107,9 +107,14 @@ def drawn(run: Run, folder: Path) -> dict[str, pd.DataFrame]:
     if (first := results / "mass/first_tokens.parquet").is_file():
         columns = ["context_id", "opening", "p", "greedy", "category", "text"]
         tables["first_tokens"] = pd.read_parquet(first)[columns]
-    for name, of, by in (("layers", "interchange", "layer"), ("sites", "locate", "term")):
-        if (moved := results / f"{of}-mass/rows.parquet").is_file():
+    for name, of, by in (
+        ("layers", "interchange-mass", "layer"),
+        ("sites", "locate-mass", "term"),
+        ("siblings", "locate-mass-siblings", "term"),
+    ):
+        if (moved := results / of / "rows.parquet").is_file():
             columns = ["", f"{IN_ROLE} ", f"{COVERED} ", "own ", "query "]
+            columns += ["donor "] * (name == "siblings")
             columns = [f"{which}{arm}" for which in columns for arm in ARMS]
             tables[name] = pd.read_parquet(moved)[["source", by, "unchanged", *columns]]
     renamed = {"context_id": "context", "drawn_tokens": "drawn"}
