@@ -28,7 +28,7 @@ demo: $(INSTALLED)
 	@$(BIN)/ia-mech sample --out $(DEMO) > /dev/null
 	@echo "2 of 5: the built-in judge labels each turn: is it a follow-up? (half a minute, plus 83 MB once)"
 	@$(BIN)/ia-mech judge run $(DEMO) --replace > /dev/null
-	@echo "3 of 5: a control: turns are written without the response (half a minute)"
+	@echo "3 of 5: a comparison: turns are written without the response (half a minute)"
 	@$(BIN)/ia-mech perturbations $(DEMO) --conditions remove > /dev/null
 	@echo "4 of 5: rates of follow-ups, with intervals"
 	@$(BIN)/ia-mech rates $(DEMO) --judge builtin > /dev/null

@@ -345,7 +345,7 @@ class Bits(Grid):
         if few:
             self.notes.append(
                 f"{few} of {len(queries)} queries lack {RESPONSES} different responses "
-                "with a turn after each, and are left out."
+                f"with a turn after each, and are left out (sample --responses {RESPONSES})."
             )
 
     def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:

@@ -347,8 +347,10 @@ class Mass(Experiment):
         if len(both):
             base, first, whole = both.to_numpy(float).T
             sources = own.loc[both.index, "source"]
-            held = ratio(first - base, whole - base, sources, self.options)
-            yield group.row(HELD, held, len(both), decoding=f"{FIRST}{by}")
+            apart = paired_row(group, HELD, whole, sources, base, sources).estimate
+            if apart.low > 0 or apart.high < 0:
+                held = ratio(first - base, whole - base, sources, self.options)
+                yield group.row(HELD, held, len(both), decoding=f"{FIRST}{by}")
 
     def _openings(self, rows: pd.DataFrame) -> Iterator[TidyEstimate]:
         """Of the first tokens that carry most of the mass, what each adds to its mean, and its mean
@@ -482,7 +484,8 @@ class Mass(Experiment):
         )
         if all_drawn := said(RATE, WHOLE):
             words += f", with all tokens drawn {all_drawn}"
-            words += f"; the first token's share of the difference: {said(HELD, FIRST, AS_SHARE)}"
+            held = said(HELD, FIRST, AS_SHARE)
+            words += f"; the first token's share of the difference: {held}" if held else ""
         control = f"{self.gate.short}."
         if floor := said(AFTER_WRONG, FIRST, by=""):
             whose = " by the judge" if by else ""

@@ -112,7 +112,7 @@ def test_the_built_in_judge_labels_every_turn(judge, run):
     assert builtin_judge().caveat in outcome.out
     distinct, shown = len(all_items(run, "builtin")), len(run.labels.decoys("builtin"))
     after = "a wrong conversation"
-    judged = f"{ROWS} turns + {shown} controls (turns after {after}), {distinct} distinct"
+    judged = f"{ROWS} turns + {shown} decoys (turns shown after {after}), {distinct} distinct"
     assert f"judged {judged}, in " in outcome.out
     lines = outcome.out.splitlines()
     labels = [line.rsplit(" → ")[1] for line in lines if " → " in line]

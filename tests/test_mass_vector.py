@@ -20,6 +20,7 @@ from experiments.experiment import Model
 from experiments.mass_vector import (
     DOSE,
     GREEDY,
+    GREEDY_ROLE,
     KL,
     LEARNED,
     OF_MASS,
@@ -164,7 +165,6 @@ def test_the_command_tries_what_a_half_learned_on_the_other_half(runs, capfd):
     outcome = call(main, [*words, "--full"], capfd)
     assert outcome.status == 0, outcome.err
     assert "On queries that a vector wasn't learned from, the follow-up mass is" in outcome.out
-
     beside = run.path.with_name(f"{run.name}-mass-vector")
     sources = []
     for half in (1, 2):
@@ -185,5 +185,9 @@ def test_the_command_tries_what_a_half_learned_on_the_other_half(runs, capfd):
         for less, base in MassVector.less.items():
             apart = value[quantity, LEARNED] - value[quantity, base["term"]]
             assert value[f"{quantity}, {less}", LEARNED] == pytest.approx(apart)
+    said = " ".join(outcome.out.split())
+    for quantity in (OF_MASS, GREEDY, GREEDY_ROLE):
+        apart = value[f"{quantity}, minus permuted", LEARNED]
+        assert f"(vector minus control {apart:+.2f} [" in said, quantity
     far = call(main, [*words, "--kl", "1000"], capfd)
     assert far.status == 2 and "error: no dose has a KL of 1000 after layer 2; " in far.err

@@ -137,10 +137,16 @@ def test_the_report_says_how_many_turns_count_that_were_written_without_the_resp
     said = without_response(copy, "builtin")
     assert f"response, {numbers[0]} greedy ones (" in said
     assert f" and {numbers[1]} sampled at T = 0.5 (" in said and "still fit it" in said
+    rates = counts.mean().tolist()
     found = pd.read_parquet(copy.path / "results/perturbations/estimates.parquet")
     less = found[(found["quantity"] == "follow-ups, minus unchanged") & (found["term"] == "remove")]
     less = less[less["dataset"] == "(all)"].sort_values("temperature")["value"]
-    assert re.findall(r"([-+]0\.\d\d), not shown", said) == [f"{value:+.2f}" for value in less]
+    before = [rate - change for rate, change in zip(rates, less, strict=True)]
+    pairs = zip(rates, before, strict=True)
+    told = [
+        (f"{rate:.2f} instead of {was:.2f}, which isn't shown to be lower") for rate, was in pairs
+    ]
+    assert re.findall(r"\((.*?)\)", said) == told
     assert without_response(copy, "another") == ""
 
 

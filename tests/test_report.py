@@ -561,7 +561,7 @@ def test_follow_ups_that_take_most_of_their_words_from_the_query_are_counted():
     run = SimpleNamespace(labelled=lambda judge: rows, drawn=lambda these: these["drawn"])
     (line,) = close_to_query(run, "me")
     assert line.startswith(
-        "At least 1 of the 2 follow-ups at all temperatures has most of their words"
+        "At least 1 of the 2 follow-ups at all temperatures may only restate the query"
     )
     rows.loc[0, "text"] = "What does the fado cost?"
     assert list(close_to_query(run, "me")) == []

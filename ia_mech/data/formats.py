@@ -666,7 +666,8 @@ def _shape(cells: Row) -> str:
         meant = ", ".join(f"{close!r} by {name!r}" for name, close in slips.items())
         raise UserError(
             f"{cells.place}: columns not recognised (found: {cells.found}, did you mean {meant}?)",
-            "correct the name, or name the columns: --query-column, --messages-column",
+            "correct the name, or name the columns: --query-column, --response-column, "
+            "--messages-column",
         )
     if (query is None) != (response is None):  # the other is the one other column with sentences
         texts = [k for k, v in cells.known.items() if isinstance(v, str) and len(v.split()) > 1]

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ia_mech.errors import UserError
-from ia_mech.estimates import SHOWN, all_datasets, estimate_of
+from ia_mech.estimates import SHOWN, all_datasets
 from ia_mech.judge.builtin.features import FUNCTION_WORDS, WORD
 from ia_mech.models.embedded import cache_dir
 from ia_mech.results import folder_of, folders_of, read
@@ -90,17 +90,15 @@ def without_response(run: Run, judge: str) -> str:
         return ""
     rows = all_datasets(result.estimates)
     rows = rows[(rows["quantity"] == f"follow-ups, minus {UNCHANGED}") & (rows["term"] == "remove")]
-    less = {
-        row.temperature: estimate_of(row).text(sign=True)
-        if row.p_holm <= SHOWN
-        else f"{row.value:+.2f}, not shown"
-        for row in rows.itertuples()
-    }
+    less = {row.temperature: (row.value, row.p_holm <= SHOWN) for row in rows.itertuples()}
     each = list[str]()
     for t, yes, of in counts.itertuples():
-        what = f"sampled at T = {t:g}" if t else "greedy ones"
-        against = "" if each else ", against turns written with it"
-        each.append(f"{yes} of {of} {what}" + (f" ({less[t]}{against})" if t in less else ""))
+        said = f"{yes} of {of} {f'sampled at T = {t:g}' if t else 'greedy ones'}"
+        if t in less:
+            change, shown = less[t]
+            lower = "" if shown else ", which isn't shown to be lower"
+            said += f" ({yes / of:.2f} instead of {yes / of - change:.2f}{lower})"
+        each.append(said)
     return (
         f"of turns written without the response, {' and '.join(each)} still fit it, by topic or by "
         "luck"
@@ -118,9 +116,8 @@ def close_to_query(run: Run, judge: str) -> Iterator[str]:
         close += len(said & asked) > len(said) / 2
     if close:
         yield (
-            f"At least {close} of the {len(rows)} follow-ups at all temperatures "
-            f"{'has' if close == 1 else 'have'} most of their words from their query and may only "
-            "put it in other words, which the control can't detect."
+            f"At least {close} of the {len(rows)} follow-ups at all temperatures may only restate "
+            "the query, with most of its words: the control can't detect these."
         )
 
 

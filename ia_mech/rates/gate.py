@@ -106,8 +106,9 @@ class Gate:
         if self.decoys:
             found.append(
                 "Over all temperatures together, the difference of the two rates is "
-                f"{self.beyond.text(sign=True)}. The control is passed if the first minus twice "
-                f"the second is shown to be above 0: it is {self.margin.text(sign=True)}."
+                f"{self.beyond.text(sign=True)}. The control is passed if the rate minus twice "
+                "that after wrong conversations is shown to be above 0: it is "
+                f"{self.margin.text(sign=True)}."
             )
         if (siblings := self.siblings) is not None and siblings.decoys:
             found.append(

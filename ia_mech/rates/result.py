@@ -95,7 +95,6 @@ def result_on(
     beside = [f"but {one}" for one in counts if one]
     control = [f"{'; '.join([*(gate.short for gate in gates), *beside])}."]
     control += [sentence for gate in gates for sentence in gate.details]
-    control += [sentence for run in judged.runs for sentence in close_to_query(run, judged.judge)]
     control += [f"{known[0].upper()}{known[1:]}."] if known else []
     made = Result(
         name=f"rates-{judged.judge}{kind.removeprefix('rates')}{shown}",
@@ -295,7 +294,7 @@ def _gate_table(gates: list[Gate]) -> Table:
                 numbers = [f"{one.rate:.2f}", f"{one.floor:.2f}", one.beyond.text(sign=True)]
                 rows.append([name, AFTER[one.kind], str(one.decoys), *numbers, one.verdict])
     return Table(
-        "turns that the judge is shown after what they did not follow",
+        "the judge's control: the same turns, shown after a wrong conversation or a sibling",
         ["counted", "shown after", "times shown", OWN, THERE, LESS, "control"],
         rows,
         "Control: passed if the difference is shown to be larger than the rate there, failed if it "
@@ -320,7 +319,7 @@ def _rise_table(whole: pd.DataFrame) -> Table:
         "speak as the assistant. p: Holm-corrected."
     )
     title = "are follow-ups latent? how their rate rises from greedy to sampled turns"
-    return table_of(title, rows, heads, LINES, rows="turns, greedy too", legend=legend)
+    return table_of(title, rows, heads, LINES, rows="turns (greedy, too)", legend=legend)
 
 
 def _variance_table(of_turns: pd.DataFrame) -> Table:
@@ -443,4 +442,5 @@ def _notes(judged: JudgedTurns, rows: pd.DataFrame) -> list[str]:
         notes.append(
             "no annotator's labels correct these rates (ia-mech annotate export makes a sheet)."
         )
-    return notes + judged.notes
+    restated = [one for run in judged.runs for one in close_to_query(run, judged.judge)]
+    return [*restated, *notes, *judged.notes]
