@@ -112,8 +112,8 @@ def test_the_text_of_a_model_that_reads_images_is_planned_and_sampled(
     words += ["--samples", "1", "--max-new-tokens", "4", "--out", str(tmp_path / "run")]
     planned = call(main, [*words, "--dry-run"], capfd)
     assert planned.status == 0 and not (tmp_path / "run").exists(), planned.err
-    assert re.search(r"time +about \S+ min where", planned.out)
-    assert re.search(r"memory +said here once the run has begun", planned.out)
+    assert re.search(r"time +about \S+ min on an idle", planned.out)
+    assert re.search(r"memory +known once the run has begun", planned.out)
     run = call(main, words, capfd).run
     for at, ids in enumerate(run.contexts["token_ids"]):
         with torch.inference_mode():
@@ -153,7 +153,7 @@ def test_a_model_with_code_of_its_own_is_planned_and_sampled(
     words = ["--model", str(folder), "--trust-remote-code", "--limit", "1", "--temperatures", "1"]
     words += ["--samples", "1", "--max-new-tokens", "4", "--out", str(tmp_path / "run")]
     planned = call(main, [*words, "--dry-run"], capfd)
-    assert planned.status == 0 and re.search(r"time +about \S+ min where", planned.out), planned.err
+    assert planned.status == 0 and re.search(r"time +about \S+ min on an idle", planned.out), planned.err
     assert call(main, words, capfd).run.complete
 
 

@@ -300,7 +300,7 @@ def test_a_unit_that_memory_is_too_small_for_is_measured_in_smaller_passes(
 ):
     words = [str(siblings.path), "--queries", "2", "--full"]
     plan = call(first_words.main, [*words, "--dry-run"], capfd)
-    assert re.search(r"time +about \S+ min where", plan.out)
+    assert re.search(r"time +about \S+ min on an idle", plan.out)
     whole = call(first_words.main, [*words, "--out", str(tmp_path / "whole")], capfd)
     honest, held = score_module.forward, []
 

@@ -174,7 +174,7 @@ def same_strata(found: ProbeSet, *columns: str) -> bool:
 def test_within_datasets_those_of_one_dataset_only(copy, other):
     run = with_column(copy(), "perturbation", lambda at, _: [None, "role-swap"][at % 2])
     first = with_column(run, "dataset", lambda at, _: f"set {at // 2 % 2}")
-    second = with_column(other, "dataset", lambda at, _: f"set {at // 6}")
+    second = with_column(other, "dataset", lambda at, _: f"set {at // 2 % 2}")
     found = read([first.path, second.path], within="dataset")
     assert found.within == "dataset"
     assert same_strata(found, "run", "dataset", "perturbation")
