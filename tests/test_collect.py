@@ -153,7 +153,9 @@ def test_a_model_with_code_of_its_own_is_planned_and_sampled(
     words = ["--model", str(folder), "--trust-remote-code", "--limit", "1", "--temperatures", "1"]
     words += ["--samples", "1", "--max-new-tokens", "4", "--out", str(tmp_path / "run")]
     planned = call(main, [*words, "--dry-run"], capfd)
-    assert planned.status == 0 and re.search(r"time +about \S+ min on an idle", planned.out), planned.err
+    assert planned.status == 0 and re.search(r"time +about \S+ min on an idle", planned.out), (
+        planned.err
+    )
     assert call(main, words, capfd).run.complete
 
 

@@ -728,6 +728,8 @@ def sentences() -> dict[str, list[str]]:
         for m in (SMOL_NEW, NEW)
     )
     (response,) = by_site(NEW)["response"][:1]
+    small_siblings = around(by_site(SMOL, "siblings")["response"][0], 2, sign=True)
+    small_queries = table(SMOL, "siblings")["source"].nunique()
     sibling = by_site(QWEN, "siblings")
     moved_by_sibling, of_sibling = sibling["response"][0], sibling["query and response"][0]
     same = around(sibling["response"][2], 2, sign=True)
@@ -849,7 +851,9 @@ def sentences() -> dict[str, list[str]]:
     of high mass rather than of low mass, and what follows is computed anew, the mass moves by
     {part["response"][0]} ({part["response"][1]} as a share of what the recipient's first tokens
     hold; two equal donors: {part["response"][2]}). The query's move it by {part["query"][0]}
-    ({part["query"][1]}), which is hardly shown. This wasn't among the claims."""
+    ({part["query"][1]}), which is hardly shown. This wasn't among the claims. Where the donors are
+    responses to the same query, nothing is shown ({small_siblings}, {small_queries} of the first
+    study's queries)."""
     under = {t: under_vector(t) for t in ("unsteered", "follow-ups", "permuted")}
     moved_by = {t: mean(under_vector(t, "follow-up mass")) for t in under}
     inside = {t: under_vector(t, "in_role") for t in under}
