@@ -82,7 +82,8 @@ def _text(
     counts["whose response was a text with messages, read as these"] = source.unpacked
     counts |= {what: sum(holds(row, anew) for row in rows) for what, holds in KINDS.items()}
     listed = [*recognised, *(f"{count} {what}" for what, count in counts.items() if count)]
-    return f"{len(rows)} rows: {', '.join(listed) or 'a query and a response each'}"
+    many = f"{len(rows)} row{'s' * (len(rows) != 1)}"
+    return f"{many}: {', '.join(listed) or 'a query and a response each'}"
 
 
 def writes_system(joints: Joints) -> bool:

@@ -33,6 +33,7 @@ ORDER = (
     *("interchange", "mass", "mass_vector", "perturbations", "rates-by-correct"),
     *("temperature_sweep", "agreement"),
 )
+ABOVE = "It stands above."  # a control all of whose sentences the page has shown
 MAX_ESTIMATES = 400  # rows that a page lists; the file has all
 _STARRED = re.compile(r"\d\*")  # a temperature above the judge's fit
 _ADVICE = re.compile(r" --[a-z]")  # in a sentence that says what to do, not what was found
@@ -145,7 +146,8 @@ def cards_of(
     runs: Sequence[Run], names: Sequence[str], folders: Sequence[Sequence[Path]]
 ) -> list[Card]:
     """The cards of a page, in :data:`ORDER`, made from each run's folders with results. ``names``
-    are the runs' names on the page. Each figure, and each result of several runs, is shown once.
+    are the runs' names on the page. Each figure, each sentence of a control, and each result of
+    several runs is shown once.
 
     Raises:
         UserError: a folder that holds no result, or a damaged one.
@@ -158,12 +160,18 @@ def cards_of(
             if folder not in by_folder:
                 by_folder[folder] = _answer(run, name, folder, runs, here)
     cards: dict[tuple[str, str], list[Answer]] = {}
-    shown: set[str] = set()
+    shown, said = set[str](), set[str]()
     for answer in sorted(by_folder.values(), key=lambda answer: _place(answer.kind)):
         pictures = [picture for picture in answer.pictures if picture.address not in shown]
         shown.update(picture.address for picture in pictures)
+        control = sentences_of(answer.result.control)
+        new = [one for one in control if not any(one.rstrip(".") in other for other in said)]
+        said.update(control)
+        result = (
+            replace(answer.result, control=" ".join(new) or ABOVE) if control else answer.result
+        )
         answers = cards.setdefault((answer.kind, answer.result.question), [])
-        answers.append(replace(answer, pictures=pictures))
+        answers.append(replace(answer, result=result, pictures=pictures))
     return [
         Card(f"s{at}", kind.replace("_", " "), question, answers)
         for at, ((kind, question), answers) in enumerate(cards.items(), 1)
