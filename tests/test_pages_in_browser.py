@@ -201,7 +201,7 @@ def test_a_mark_of_a_figure_leads_to_its_turns_and_words_say_what_they_mean(
     assert choice(page, "category") == "" and counted(page)[1] == len(judged.generations)
     meanings = dict(glossary())
     listed = page.locator("#words dt").all_text_contents()
-    assert "gate" in listed and set(listed) < set(meanings)  # the words of this page alone
+    assert "judge" in listed and set(listed) < set(meanings)  # the words of this page alone
     word = page.locator(".answer .term").first
     assert word.get_attribute("title") in meanings.values()
     word.focus()
