@@ -372,6 +372,7 @@ class FollowUps(Grid):
         about = about.join(shares.reindex(run.contexts["context_id"]).reset_index(drop=True))
         index, values = ["recipient", "place", "layer"], list(parts)
         table = about.pivot_table(index=index, columns="arm", values=values, sort=False)
+        table = table.reindex(columns=pd.MultiIndex.from_product([values, ARMS]))
         table.columns = [arm if of == "share" else f"{of} {arm}" for of, arm in table.columns]
         table = table.dropna(subset=list(ARMS))
         about = self.about_donors(own=SCORING)

@@ -6,7 +6,8 @@ the header's last token after one layer. On the other half, the mass of the same
 under it, and greedy turns are written and judged. After that the halves change places. The control
 is learned in the same way after the labels of first tokens have changed places at random within
 each conversation. Each vector has the dose at which its KL at the header is --kl on 24
-conversations of the half that learned it. Intervals are over queries, for these very vectors.
+conversations of the half that learned it. Intervals are over queries, for these very vectors. Each
+layer is a command of its own (with its own --out); p values of several aren't corrected together.
 
 Needs: ``ia-mech mass`` of each run by the same judge, and a model whose passes have gradients.
 Cost: minutes (135M, two cores), and two greedy turns after each conversation.
@@ -37,7 +38,7 @@ from experiments.shown import Bars, Drawing, only, tables_of, told
 from experiments.steering import FILE, SteeredContext, dosing
 from ia_mech.cli import above_zero, whole_from
 from ia_mech.errors import UserError
-from ia_mech.estimates import TidyEstimate, all_datasets
+from ia_mech.estimates import TidyEstimate, all_datasets, holm_corrected
 from ia_mech.results import Table, folder_of
 from ia_mech.run import Run
 from ia_mech.steering import ADD, SteeringVector
@@ -349,7 +350,12 @@ class MassVector(Arms):
 
     def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
         rows = rows.assign(**{KL: rows[KL].where(rows["term"] != UNSTEERED)})
-        return [*self.compare(rows, COMPARED), *self.compare(rows, ALONE, less={})]
+        found = [
+            row
+            for row in self.compare(rows, COMPARED)
+            if row.names["term"] != UNSTEERED or row.quantity in COMPARED
+        ]
+        return [*holm_corrected(found), *self.compare(rows, ALONE, less={})]
 
     # -- say --------------------------------------------------------------------------------------
 

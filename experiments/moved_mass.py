@@ -43,7 +43,7 @@ from ia_mech.cli import shell_word
 from ia_mech.errors import UserError
 from ia_mech.estimates import Group, TidyEstimate, all_datasets, by_dataset, holm_corrected
 from ia_mech.run import Run, layout
-from ia_mech.run.tokens import RESID
+from ia_mech.run.tokens import ATTN, RESID
 from ia_mech.stats import Estimate, dyadic_test
 
 if TYPE_CHECKING:  # this loads torch
@@ -52,7 +52,6 @@ if TYPE_CHECKING:  # this loads torch
 OF_COVERED = "donors' own difference, of what is covered"
 TOGETHER = "together"  # the term of what is put in in all layers that were asked for
 HEADER_END = "header:-1"  # as ia-mech capture calls HEADER_LAST
-CELLS = 32  # in a pass, at most
 Place = tuple[str, int, tuple[int, ...]]  # component, layer, tokens
 
 
@@ -129,7 +128,8 @@ class MassUnder(OfOpenings):
         from ia_mech.engine.components import hook_branches, keeping
         from ia_mech.engine.intervene import Replace
         from ia_mech.engine.memory import allowed
-        from ia_mech.engine.state import Prefix, expand, forward, prefill
+        from ia_mech.engine.score import LOGITS, STATE_BYTES
+        from ia_mech.engine.state import Prefix, copied_bytes, expand, forward, prefill
 
         subject, begin = model.subject.model, len(self.context) - self.tail
         if any(place[0] != RESID for *_, places in self.cells for place in places):
@@ -162,7 +162,10 @@ class MassUnder(OfOpenings):
         with torch.inference_mode():
             group = prefill(subject, [Prefix(self.context[:begin])])
             model.on_tokens(begin)
-            step = allowed(CELLS)
+            device, vocab = subject.device.type, group.logits.shape[-1]
+            bytes_each = max(1, copied_bytes(subject, [group], self.tail))
+            limits = allowed(LOGITS[device]) // vocab, allowed(STATE_BYTES[device]) // bytes_each
+            step = max(1, min(limits))
             for at in range(0, len(self.cells), step):
                 cells, states = self.cells[at : at + step], self.states[at : at + step]
                 plain, own = passed([()] * len(cells))
@@ -239,13 +242,26 @@ class MovedMass(FollowUps):
         )
 
     def _as_they_are(self, masses: Run) -> set[str]:
-        """The runs' contexts that have a mass, with the tokens that they had then."""
+        """The runs' contexts that have a mass.
+
+        Raises:
+            UserError: one was another when its mass was measured.
+        """
 
         def known(run: Run) -> set[tuple]:
             return {(one.context_id, *one.token_ids) for one in run.contexts.itertuples()}
 
-        mine = set[tuple]().union(*map(known, self.runs))
-        return {name for name, *_ in mine & known(masses)}
+        mine, theirs = set[tuple]().union(*map(known, self.runs)), known(masses)
+        of_mine, of_theirs, kept = (
+            {name for name, *_ in of} for of in (mine, theirs, mine & theirs)
+        )
+        if (of_mine & of_theirs) - kept:
+            path = self.runs[0].path
+            raise UserError(
+                f"{masses.path} holds masses of other conversations than {path}",
+                f"remove it, and run ia-mech mass {shell_word(path)} again",
+            )
+        return kept
 
     # -- measured ---------------------------------------------------------------------------------
 
@@ -439,7 +455,10 @@ class MovedByStates(MovedMass):
         if self.args.component != RESID:
             what, before = f"What {self.args.component} adds in one layer", ""
             those = spans(moved["layer"].tolist())
-            words = f"what {self.args.component} adds in layers {those} together moves it by"
+            # The header's tokens are the same everywhere, and an MLP reads what attention brought.
+            trivial = self.args.component == ATTN and len(moved) == self.depth
+            donor = ", which makes the donor's own distribution by construction," * trivial
+            words = f"what {self.args.component} adds in layers {those} together{donor} moves it by"
             yield self.tested(words, together, most=1)
         shown = moved[moved["p_holm"] <= 1 - level]
         each = [

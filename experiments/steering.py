@@ -318,9 +318,9 @@ class Steering(Experiment):
         where = [card["position"]], [self.vector.layer]
         target = asked.get("target", "rate")
         data = read(self.runs, self.verdicts.judge, target, *where, asked.get("within", RUN))
-        fitted = {run.get("identity") for run in asked["runs"]}
-        if fitted != {run.identity_digest for run in self.runs}:
-            self.notes.append(f"p is rough: {PERMUTED} aren't of the probe's own runs.")
+        fitted = {run.get("identity") for run in asked["runs"]}, asked.get("judge")
+        if fitted != ({run.identity_digest for run in self.runs}, self.verdicts.judge):
+            self.notes.append(f"p is rough: {PERMUTED} aren't of the probe's own runs or labels.")
         if not np.ptp(data.outcome.rate):
             problem = "all conversations here have the same rate, so that no probe can be fitted"
             raise UserError(problem, "give the runs that the probe was fitted to, or --vector")

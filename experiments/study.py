@@ -131,7 +131,7 @@ def stages(args: argparse.Namespace) -> list[Stage]:
     sample += ["--max-new-tokens", str(TURN_TOKENS), "--out", run]
     sample += ["--unfinished"] * args.unfinished + ["--skip-unusable"] * args.skip_unusable
     judge = ["judge", "run", run]
-    judge += ["--judge", *shlex.split(args.judge)] if args.judge else []
+    judge += ["--judge", *args.judge] if args.judge else []
     locate = ["locate", run, *queries, "--recipients", str(args.recipients), "--maps", *args.maps]
     found = [
         Stage("sample", sample),
@@ -215,7 +215,7 @@ def build_parser() -> Parser:
     add("--dataset", nonblank, "builtin:study", "of the queries", metavar="DATA")
     add("--queries", whole_from(4), None, "(default: 60)", metavar="N")
     judge = "and its flags, as of ia-mech judge run: 'llm --model NAME' (default: builtin, English)"
-    add("--judge", nonblank, None, judge, metavar="JUDGE")
+    add("--judge", judge_words, None, judge, metavar="JUDGE")
     turns = "turns per conversation and temperature (default: 4)"
     add("--samples", whole_from(1), None, turns, metavar="N")
     maps = f"of the stage locate: {', '.join(MAPS)} (default: {' '.join(USUAL_MAPS)})"
@@ -241,6 +241,14 @@ def main(argv: list[str] | None = None) -> int:
     args = with_defaults(build_parser().parse_args(argv))
     kept = "finished parts are kept; the same command goes on from there"
     return run_command(lambda: _study(args), lambda: kept)
+
+
+def judge_words(given: str) -> list[str]:
+    """A judge and its flags, for argparse."""
+    try:
+        return shlex.split(nonblank(given))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{given!r}: {error}") from None
 
 
 def with_defaults(args: argparse.Namespace) -> argparse.Namespace:

@@ -185,6 +185,9 @@ def test_the_command_tries_what_a_half_learned_on_the_other_half(runs, capfd):
         for less, base in MassVector.less.items():
             apart = value[quantity, LEARNED] - value[quantity, base["term"]]
             assert value[f"{quantity}, {less}", LEARNED] == pytest.approx(apart)
+    assert (f"{OF_MASS}, minus permuted", "unsteered") not in value.index
+    alone = found.set_index(["quantity", "term"]).loc[(f"{OF_MASS}, minus permuted", LEARNED)]
+    assert alone["p_holm"] == alone["p"]  # one comparison
     said = " ".join(outcome.out.split())
     for quantity in (OF_MASS, GREEDY, GREEDY_ROLE):
         apart = value[f"{quantity}, minus permuted", LEARNED]

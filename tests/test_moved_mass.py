@@ -126,7 +126,10 @@ def test_the_component_that_writes_the_role_is_told_from_the_other(
         assert together == pytest.approx(wanted * bool(layers), abs=0.01)
         assert moved.loc["header_last", "value"] == pytest.approx(wanted, abs=0.01)
         value = f"{wanted * bool(layers):.2f} "
-        said = f"What {component} adds in layers 1–4 together moves it by: {value}"
+        trivial = ", which makes the donor's own distribution by construction," * (
+            component == ATTN
+        )
+        said = f"What {component} adds in layers 1–4 together{trivial} moves it by: {value}"
         assert said in outcome.out
         one = f"adds in one layer is shown to move it at {len(layers)} of 4 cells"
         assert one in outcome.out and "More than half" not in outcome.out

@@ -81,6 +81,7 @@ def test_a_rise_among_the_turns_in_role():
     assert fewer.startswith("It is shown that sampling makes follow-ups fewer: from greedy to T = ")
     falls = estimated(decoys((0.3, 0.3), (0.5, 0.2)))
     failed = verdict(falls.assign(gate="failed"))  # the judge can't tell what it counts
+    assert "Of this change" in fewer and "Of this change" not in failed
     assert failed.startswith("It isn't shown that sampling brings out")
     higher = falls[falls["quantity"] == RISE].assign(quantity="difference", value=0.1)
     said = verdict(pd.concat([falls, higher], ignore_index=True))  # only the control rises more

@@ -132,6 +132,7 @@ def test_a_plan_names_the_command_of_each_stage(tiny_model_dir, capfd, tmp_path)
     given = study.build_parser().parse_args(["m", "--judge", "llm --model 'a b'"])
     todo = {one.name: one.words for one in study.stages(study.with_defaults(given))}
     assert todo["judge"][3:] == ["--judge", "llm", "--model", "a b"]
+    assert "No closing quotation" in refusal(call(study.main, ["m", "--judge", "llm 'x"], capfd))
 
 
 def test_studies_are_compared_over_the_queries_that_they_share(made, tmp_path, capfd):

@@ -88,16 +88,15 @@ def without_response(run: Run, judge: str) -> str:
     counts = turns.groupby("temperature")[FITS_ORIGINAL].agg(["sum", "count"]).astype(int)
     if counts.empty:
         return ""
-    rows = all_datasets(result.estimates)
-    rows = rows[(rows["quantity"] == f"follow-ups, minus {UNCHANGED}") & (rows["term"] == "remove")]
-    less = {row.temperature: (row.value, row.p_holm <= SHOWN) for row in rows.itertuples()}
+    rows = all_datasets(result.estimates).set_index(["quantity", "term", "temperature"])
+    value, shown = rows["value"], rows["p_holm"] <= SHOWN
     each = list[str]()
     for t, yes, of in counts.itertuples():
         said = f"{yes} of {of} {f'sampled at T = {t:g}' if t else 'greedy ones'}"
-        if t in less:
-            change, shown = less[t]
-            lower = "" if shown else ", which isn't shown to be lower"
-            said += f" ({yes / of:.2f} instead of {yes / of - change:.2f}{lower})"
+        if (change := (f"follow-ups, minus {UNCHANGED}", "remove", t)) in shown:
+            now = value["follow-ups", "remove", t]
+            lower = "" if shown[change] else ", which isn't shown to be lower"
+            said += f" ({now:.2f} instead of {now - value[change]:.2f}{lower})"
         each.append(said)
     return (
         f"of turns written without the response, {' and '.join(each)} still fit it, by topic or by "

@@ -95,7 +95,7 @@ def verdict(estimates: pd.DataFrame, level: float = 0.95, fit: float = math.inf)
         f"It {shown} shown that {words}: from greedy to T = {best:g}{several}, the rate minus that "
         f"after wrong conversations changes by {told(RISE)}."
     ]
-    if REST in found and change:
+    if REST in found and shown == "is":
         role, rest = ("more" if found[part]["value"] > 0 else "fewer" for part in (ROLE, REST))
         said.append(
             f"Of this change, {estimate_of(found[ROLE]).text(sign=True)} comes from {role} turns "

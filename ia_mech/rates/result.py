@@ -442,5 +442,6 @@ def _notes(judged: JudgedTurns, rows: pd.DataFrame) -> list[str]:
         notes.append(
             "no annotator's labels correct these rates (ia-mech annotate export makes a sheet)."
         )
-    restated = [one for run in judged.runs for one in close_to_query(run, judged.judge)]
-    return [*restated, *notes, *judged.notes]
+    if len(judged.runs) == 1 and judged.responses == EVERY and judged.drawn_tokens is None:
+        notes = [*close_to_query(judged.runs[0], judged.judge), *notes]
+    return notes + judged.notes

@@ -165,7 +165,8 @@ def cards_of(
         pictures = [picture for picture in answer.pictures if picture.address not in shown]
         shown.update(picture.address for picture in pictures)
         control = sentences_of(answer.result.control)
-        new = [one for one in control if not any(one.rstrip(".") in other for other in said)]
+        seen = said if len(runs) == 1 else ()  # else it isn't clear whose it is
+        new = [one for one in control if not any(one.rstrip(".") in other for other in seen)]
         said.update(control)
         result = (
             replace(answer.result, control=" ".join(new) or ABOVE) if control else answer.result
