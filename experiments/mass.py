@@ -362,8 +362,8 @@ class Mass(Experiment):
         for opening in rows.groupby("opening")["carried"].sum().nlargest(LISTED).index:
             of = rows[rows["opening"] == opening].groupby("context_id")[["carried", "p"]].sum()
             of = of.reindex(sources.index, fill_value=0.0)
-            yield group.mean(CARRIED, of["carried"], opening=opening)
-            yield group.mean(PROBABILITY, of["p"], opening=opening)
+            yield group.mean(CARRIED, of["carried"], least=0, most=1, opening=opening)
+            yield group.mean(PROBABILITY, of["p"], least=0, most=1, opening=opening)
 
     def _by_lens(self, rows: pd.DataFrame, each: pd.DataFrame) -> Iterator[TidyEstimate]:
         """What the header's last state has after each layer, of all datasets together."""

@@ -272,6 +272,7 @@ class Perturbations(Arms):
         if not moved:
             sizes = all_datasets(rates)["detectable"]
             could = could_show(sizes.min(), most=1, up_to=sizes.max())
+            could += ", uncorrected" * bool(len(sizes) > 1 and sizes.min() < 1)
             could = f" ({could})" if could else ""
             said.append(f"No change of the response is shown to move the follow-up rate{could}.")
         control, bare = "", rates[rates["term"] == HEADER_ONLY]

@@ -272,8 +272,10 @@ def could_show(
         return ""
     if least >= most:
         return "too few data to show any effect"
-    least_text, last = (f"{min(one, most):.{digits}f}" for one in (least, up_to or least))
+    least_text, last = (f"{one:.{digits}f}" for one in (least, up_to or least))
     sizes = least_text if last == least_text else f"{least_text} to {last}"
+    if up_to is not None and up_to >= most:  # of some nothing could be shown
+        sizes = f"at best {least_text}"
     return f"{sizes} would have been shown with 80% power"
 
 

@@ -341,7 +341,7 @@ def test_the_sentence_tells_only_changes_that_are_shown(plain, found):
     nothing, control = one.conclude(told)
     unmoved = (
         "No change of the response is shown to move the follow-up rate (0.36 would have been "
-        "shown with 80% power)."
+        "shown with 80% power, uncorrected)."
     )
     assert nothing == unmoved
     assert "any conversation are not shown to be follow-ups less often. Control fail" in control

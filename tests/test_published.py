@@ -645,10 +645,10 @@ def found_sentences(short: bool) -> list[str]:
     {high}). Beyond other responses to the same query no rise is shown. In SmolLM2 {small[0]}%
     and {small[1]}% are follow-ups.
 
-    **One vector does as much as sampling.** Added to the hidden state of the header's last token
-    after layer 14, a vector that was learned on other queries raises greedy follow-ups from
-    {steered[0]}% to {steered[1]}%. A vector learned from shuffled labels leaves them at
-    {steered[2]}%.
+    **One vector does as much as sampling.** After {len(at(0))} other queries, a vector that was
+    learned on half of them and added to the hidden state of the header's last token raises greedy
+    follow-ups of the other half from {steered[0]}% to {steered[1]}%; one learned from shuffled
+    labels leaves them at {steered[2]}%.
 
     **What a turn says is read from the response's tokens.** A sampled turn of Qwen's tells {all_q}
     of 1.58 bits about which of three responses it followed. Patching only that response's keys and

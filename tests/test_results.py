@@ -115,6 +115,8 @@ def test_nothing_is_shown_that_cant_be():
     assert could_show(0.14, most=1) == "0.14 would have been shown with 80% power"
     assert could_show(1.43, most=1) == "too few data to show any effect"
     assert could_show(1.43) and not could_show(np.nan)
+    some = could_show(0.45, most=1, up_to=np.inf)
+    assert some == "at best 0.45 would have been shown with 80% power"
 
 
 @pytest.mark.parametrize("damage", ["{", "[]", "{}", json.dumps({"about": {}, "files": []})])

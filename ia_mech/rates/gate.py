@@ -89,10 +89,10 @@ class Gate:
 
     @property
     def enough(self) -> str:
-        """That these aren't shown to be fewer than half; and how many queries like these would show
-        it with 80% power, if they seem to be."""
+        """That the control isn't passed; and how many queries like these would show with 80% power
+        that it is, if it seems to be."""
         least = smallest_effect(vars(self.margin), GATE_LEVEL)
-        said = ", which isn't shown to be fewer than half as many"
+        said = ", which isn't enough to pass"
         if not least > self.margin.value > 0:
             return said
         needed = math.ceil(self.margin.sources * (least / self.margin.value) ** 2)

@@ -33,7 +33,7 @@ ORDER = (
     *("interchange", "mass", "mass_vector", "perturbations", "rates-by-correct"),
     *("temperature_sweep", "agreement"),
 )
-ABOVE = "It stands above."  # a control all of whose sentences the page has shown
+ABOVE = "The judge's stands above."  # a control all of whose sentences the page has shown
 MAX_ESTIMATES = 400  # rows that a page lists; the file has all
 _STARRED = re.compile(r"\d\*")  # a temperature above the judge's fit
 _ADVICE = re.compile(r" --[a-z]")  # in a sentence that says what to do, not what was found
