@@ -40,7 +40,9 @@ WAYS = {
 def sites_of(recurrent: bool, siblings: bool) -> list[str]:
     """What is the donor's, the ceiling last. Siblings have the query in common."""
     sites = list(WAYS) if recurrent else [QUERY, RESPONSE]
-    return [*sites[siblings:], QUERY_AND_RESPONSE]
+    if siblings:
+        sites.remove(QUERY)
+    return [*sites, QUERY_AND_RESPONSE]
 
 
 @dataclass(frozen=True)

@@ -160,6 +160,11 @@ def test_siblings_as_donors_move_the_mass_with_the_response(
     assert line.startswith("--donors is of --outcome mass")
 
 
+def test_siblings_of_a_recurrent_model_exchange_its_state_too():
+    sites = change.RESPONSE, change.STATE, change.RESPONSE_AND_STATE, change.QUERY_AND_RESPONSE
+    assert sites_of(recurrent=True, siblings=True) == list(sites)
+
+
 def test_the_equal_donors_among_siblings_are_not_the_high_and_the_low_one():
     masses = [0.5, 0.1, 0.6, 0.65, 0.9, 0.2, 0.3]
     each = pd.DataFrame({"source": ["a"] * 5 + ["b"] * 2, CHOOSING: masses})

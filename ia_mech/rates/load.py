@@ -178,7 +178,8 @@ def read_runs(
             with few values.
     """
     runs = open_runs(runs)
-    _refuse_twice(runs)
+    if len(runs) > 1:
+        _refuse_twice(runs)
     judge = choose_judge(runs, judge)
     record = _record_of_one_judge(runs, judge)
     annotator = choose_annotator(runs, annotator)
