@@ -3,10 +3,10 @@
 After each response, the likeliest first tokens of the user turn are taken that together hold 90% of
 the probability at T = 0.7 (at most 40). Each is gone on from greedily, and the turn is judged. The
 follow-up mass of a conversation is the probability of the first tokens whose turn is a follow-up.
-Greedy decoding sees the likeliest token alone. Nothing is drawn, so the mass has no sampling noise;
-it is the follow-up rate of turns whose first token is drawn and whose others are greedy. What the
-first tokens don't hold may be follow-ups or not: the mass is at least the number, and at most that
-plus the rest. The control is the mass of the same turns after a wrong conversation.
+Greedy decoding sees the likeliest token alone. Nothing is sampled, so the mass has no sampling
+noise; it is the follow-up rate of turns whose first token is sampled and whose others are greedy.
+What the first tokens don't hold may be follow-ups or not: the mass is at least the number, and at
+most that plus the rest. The control is the mass of the same turns after a wrong conversation.
 
 The first response to each query is used, or more of them (--responses). In role: neither repeats
 the conversation nor speaks as the assistant; the mass is that in role times the share of follow-ups
@@ -60,7 +60,7 @@ from ia_mech.settings import MOST_FIRST
 from ia_mech.stats import corrected_labels, corrected_mean
 
 TURNS = "turns"  # the arm
-GREEDY, FIRST, WHOLE = DECODINGS = ("greedy", "first token drawn", "all tokens drawn")
+GREEDY, FIRST, WHOLE = DECODINGS = ("greedy", "first token sampled", "all tokens sampled")
 SHARE, RATE, AFTER_WRONG = "share", "follow-ups", "after a wrong conversation"
 REST, LESS = "not covered", " minus greedy's"
 HELD = "share of the rise"  # that the first token holds
@@ -142,7 +142,7 @@ def by_annotator(turns: pd.DataFrame) -> pd.DataFrame:
 
 def masses(tokens: pd.DataFrame) -> pd.DataFrame:
     """A row per context of :func:`first_tokens`: ``dataset``, ``source``, ``context_id``;
-    ``first token drawn share``, its follow-up mass, and with the names of :data:`DECODINGS` what
+    ``first token sampled share``, its follow-up mass, and with the names of :data:`DECODINGS` what
     else there is of it and of greedy turns; and :data:`REST`, the probability of tokens without an
     assessed turn."""
     by = tokens.groupby("context_id", sort=False)
@@ -319,7 +319,7 @@ class Mass(Experiment):
                     yield from self._differences(own, group, by)
 
     def _decodings(self, own: pd.DataFrame, group: Group, by: str) -> Iterator[TidyEstimate]:
-        """Follow-ups and their two parts, by how much of a turn is drawn."""
+        """Follow-ups and their two parts, by how much of a turn is sampled."""
         if not by:
             yield group.mean(REST, own[REST], least=0, most=1, decoding=FIRST)
         for decoding in DECODINGS:
@@ -405,16 +405,16 @@ class Mass(Experiment):
             ONCE_IN_ROLE: ("once in role", 2),
         }
         every, t = found[found["term"] == EVERY], f"T = {self.args.temperature:g}"
-        title = f"follow-ups by how much of a turn is drawn at {t}"
+        title = f"follow-ups by how much of a turn is sampled at {t}"
         whole = tables_of(
             f"{title} ({self.intervals})",
             every,
-            parts | {RATE + LESS: ("minus greedy", "+.2f")},
+            parts | {RATE + LESS: ("minus greedy, of covered", "+.2f")},
             index=("dataset", "decoding"),
             rows="conversations",
-            legend=f"{FIRST}: the follow-up mass, to which what isn't covered may add. For minus "
-            "greedy it is divided by what is covered before. Once in role: follow-ups by turns "
-            "that neither repeat the conversation nor speak as the assistant." + self._by,
+            legend=f"{FIRST}: the follow-up mass, to which what isn't covered may add. Minus greedy, "
+            "of covered: the mass by what is covered, minus greedy. Once in role: follow-ups by "
+            f"turns that neither repeat the conversation nor speak as the assistant.{self._by}",
         )
         return [
             *whole[:1],
@@ -458,13 +458,13 @@ class Mass(Experiment):
         rows = all_datasets(found[found["term"] == EVERY])
         rows = rows[rows["quantity"].isin([RATE, IN_ROLE])]
         title = f"{self.runs[0].model['name']}, T = {self.args.temperature:g}"
-        drawn: Drawing = Bars(title, "share of turns", rows, names="decoding", by="quantity")
+        sampled: Drawing = Bars(title, "share of turns", rows, names="decoding", by="quantity")
         layers = all_datasets(found[found["layer"].notna()])
         layers = layers[layers["term"] == EVERY]
         if layers.empty:
-            return {"drawn": drawn}
+            return {"sampled": sampled}
         words = title, "layer (0 = embeddings)", "probability by the lens", layers
-        return {"drawn": drawn, "lens": Lines(*words, across="layer", by="quantity")}
+        return {"sampled": sampled, "lens": Lines(*words, across="layer", by="quantity")}
 
     def data(self, rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
         return {"first_tokens": rows.drop(columns="source"), "contexts": masses(rows)}
@@ -479,11 +479,11 @@ class Mass(Experiment):
         rest = only(whole, REST)["value"].iloc[0]
         words = (
             f"Greedy turns are follow-ups at a rate of {said(RATE, GREEDY)}; with the first token "
-            f"drawn at T = {self.args.temperature:g} it is {said(RATE, FIRST)} (at most "
+            f"sampled at T = {self.args.temperature:g} it is {said(RATE, FIRST)} (at most "
             f"{rest:.2f} more)"
         )
-        if all_drawn := said(RATE, WHOLE):
-            words += f", with all tokens drawn {all_drawn}"
+        if all_sampled := said(RATE, WHOLE):
+            words += f", with all tokens sampled {all_sampled}"
             held = said(HELD, FIRST, AS_SHARE)
             words += f"; the first token's share of the difference: {held}" if held else ""
         control = f"{self.gate.short}."

@@ -255,7 +255,7 @@ class Perturbations(Arms):
 
     def data(self, rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
         names = ["run", "context_id", "dataset", "category", "condition", "temperature", "sample"]
-        names += ["drawn_tokens", "follow_up", FITS_ORIGINAL, IN_ROLE]
+        names += ["sampled_tokens", "follow_up", FITS_ORIGINAL, IN_ROLE]
         rows = rows.rename(columns={"term": "condition", RATE: FITS_ORIGINAL})[names]
         return {"turns": rows.assign(**{CHANGE: rows["condition"].map(NAMES)})}
 

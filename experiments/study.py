@@ -1,7 +1,7 @@
 """How often do user turns follow up, and where in the model is that decided?
 
 One command for a whole study of one model. The model writes several responses to each query, and
-after each a greedy user turn, turns of which the first token alone is drawn at T = 0.7, and turns
+after each a greedy user turn, turns of which the first token alone is sampled at T = 0.7, and turns
 of which all tokens are. A judge labels the turns. The first sentences say how often they are
 follow-ups, and whether sampling brings out follow-ups that greedy decoding hides (latent ones).
 Then come what the first token holds, how many bits turns tell about their response, and which
@@ -76,7 +76,7 @@ QUICK = {"queries": 10, "samples": 1, "recipients": 1, "maps": []}
 PROBED = 40  # queries below which probes aren't tried: they need 20 sources of either kind
 BAD_INPUT = 2  # the exit status where a stage lacks what it needs
 # Folders of results: those whose first tables are shown, and the one that says at which layers.
-RATES, FIRST_DRAWN = "rates-{judge}", "rates-{judge}-drawn-1"
+RATES, FIRST_SAMPLED = "rates-{judge}", "rates-{judge}-sampled-1"
 SHOWN = ("locate", "mass", "elicit")
 LAYERS = "interchange-mass"
 UNWORDED = (
@@ -127,7 +127,7 @@ def stages(args: argparse.Namespace) -> list[Stage]:
     sample += ["--response", "generate", "--responses", str(RESPONSES)]
     sample += ["--response-temperature", "1", "--max-response-tokens", str(RESPONSE_TOKENS)]
     sample += ["--temperatures", *map(str, TEMPERATURES), "--samples", str(args.samples)]
-    sample += ["--drawn-tokens", *map(str, DRAWN)]
+    sample += ["--sampled-tokens", *map(str, DRAWN)]
     sample += ["--max-new-tokens", str(TURN_TOKENS), "--out", run]
     sample += ["--unfinished"] * args.unfinished + ["--skip-unusable"] * args.skip_unusable
     judge = ["judge", "run", run]
@@ -137,7 +137,7 @@ def stages(args: argparse.Namespace) -> list[Stage]:
         Stage("sample", sample),
         Stage("judge", judge, takes=()),
         Stage("rates", ["rates", run], RATES, takes=offline),
-        Stage("first token", ["rates", run, "--drawn-tokens", "1"], FIRST_DRAWN, takes=offline),
+        Stage("first token", ["rates", run, "--sampled-tokens", "1"], FIRST_SAMPLED, takes=offline),
         Stage("mass", ["mass", run, *queries], "mass", True),
         Stage("locate", locate, "locate"),
     ]
@@ -163,7 +163,7 @@ def result(out: Path) -> Result:
     """The study's own result, from those of its stages."""
     run = Run.open(out / "run")
     judge = choose_judge([run], None)
-    names = [name.format(judge=judge) for name in (RATES, FIRST_DRAWN, *SHOWN, LAYERS)]
+    names = [name.format(judge=judge) for name in (RATES, FIRST_SAMPLED, *SHOWN, LAYERS)]
     there = {name: folder_of(run.path, name) for name in names}
     each = {name: read(place) for name, place in there.items() if kind_of(place)}
     rates, located = each[RATES.format(judge=judge)], each["locate"]

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ia_mech.data.conversations import ConversationSource
     from ia_mech.models.load import ModelSpec
 
-ALL = "all"  # the drawn tokens of a turn
+ALL = "all"  # the sampled tokens of a turn
 COLDEST, HOTTEST = 1e-3, 1e3  # logits divided by less or by more leave what float32 can tell apart
 MOST_FIRST = 40  # first tokens of a context that turns go on from
 MOST = 1_000_000  # samples of a temperature, and tokens of a turn: rows are planned as lists
@@ -316,14 +316,14 @@ class Settings:
     opening: str | None = _setting(
         None, TURNS, "TEXT", "words that every user turn is made to go on from", _opening
     )
-    drawn_tokens: tuple[int | str, ...] = _setting(
-        (ALL,), TURNS, "K", "draw a turn's first K tokens, the rest is greedy; or: all", _drawn
+    sampled_tokens: tuple[int | str, ...] = _setting(
+        (ALL,), TURNS, "K", "sample a turn's first K tokens, the rest is greedy; or: all", _drawn
     )
     first_tokens: float | None = _setting(
         None,
         TURNS,
         "SHARE",
-        "draw nothing: go on greedily from each of the likeliest first tokens that together have "
+        "sample nothing: go on greedily from each of the likeliest first tokens that together have "
         f"this probability at T, at most {MOST_FIRST}",
         coverage,
     )
@@ -359,7 +359,7 @@ class Settings:
                 "give each once; --samples sets how often it is sampled",
             )
         self._set("temperatures", tuple(sorted(self.temperatures)))
-        self._set("drawn_tokens", self._counts_drawn())
+        self._set("sampled_tokens", self._counts_drawn())
         if self.response_temperature is None:
             self._set("response_temperature", 1.0 if self.responses > 1 else 0.0)
         if self.writes_responses and self.response == "given":
@@ -425,33 +425,33 @@ class Settings:
 
     def _counts_drawn(self) -> tuple[int | str, ...]:
         # With none drawn it is the greedy turn, which is always there.
-        counts = [ALL if k == self.max_new_tokens else k for k in self.drawn_tokens if k]
+        counts = [ALL if k == self.max_new_tokens else k for k in self.sampled_tokens if k]
         if len({*counts}) < len(counts):
-            raise UserError("a number of drawn tokens is given twice", "give each once")
+            raise UserError("a number of sampled tokens is given twice", "give each once")
         fewer = sorted(k for k in counts if isinstance(k, int))
         if fewer and fewer[-1] > self.max_new_tokens:
             raise UserError(
-                f"{fewer[-1]} drawn tokens, but turns have at most {self.max_new_tokens}",
+                f"{fewer[-1]} sampled tokens, but turns have at most {self.max_new_tokens}",
                 "give fewer, or a larger --max-new-tokens",
             )
         if self.first_tokens and (len(self.temperatures) != 1 or counts != [ALL]):
             raise UserError(
                 "each of the first tokens is gone on from greedily, by their probability at one "
                 "temperature",
-                "give one of --temperatures, and no --drawn-tokens",
+                "give one of --temperatures, and no --sampled-tokens",
             )
         return *fewer, *(k for k in counts if k == ALL)
 
     def rows(self) -> list[tuple[float, int, int]]:
-        """(temperature, drawn tokens, sample) of every row of a context: greedy first, as
-        (0.0, 0, 0). Where all tokens are drawn, their number is ``max_new_tokens``.
+        """(temperature, sampled tokens, sample) of every row of a context: greedy first, as
+        (0.0, 0, 0). Where all tokens are sampled, their number is ``max_new_tokens``.
 
         With ``first_tokens`` a context may have fewer: sample n goes on from the first token that
         is the n-th likeliest, from 0.
         """
         if self.first_tokens:
             return [(0.0, 0, 0), *((t, 1, n) for t in self.temperatures for n in range(MOST_FIRST))]
-        drawn = [self.max_new_tokens if k == ALL else int(k) for k in self.drawn_tokens]
+        drawn = [self.max_new_tokens if k == ALL else int(k) for k in self.sampled_tokens]
         each = product(self.temperatures, drawn, range(self.samples))
         return [(0.0, 0, 0), *each]
 

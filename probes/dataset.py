@@ -40,7 +40,7 @@ LEAST_RELIABILITY = 0.3  # of siblings' rates: below it, siblings aren't probed
 RUN, DATASET, SOURCE = "run", "dataset", "source"
 # Of what ``ia-mech mass`` writes: what of the first tokens' probability each target is, and what of
 # it no assessed turn began with.
-MEASURED = {MASS: "first token drawn share", MASS_IN_ROLE: "first token drawn in role"}
+MEASURED = {MASS: "first token sampled share", MASS_IN_ROLE: "first token sampled in role"}
 UNCOVERED = "not covered"
 DECIMALS = 9  # of probabilities: beyond these is rounding
 ENDS = ("query_end", "response_end")  # states there hold the words of the conversation

@@ -2,7 +2,7 @@
 
 An operation on tensors of two devices is an error, as on real GPUs; all others are computed.
 ``FakeTensorMode`` won't do: it has no numbers, and the engine looks at some, such as those of a
-mask or a drawn token.
+mask or a sampled token.
 """
 
 import threading

@@ -23,7 +23,7 @@ from ia_mech.run import Run, RunWriter, integrity, layout
 from ia_mech.settings import Settings
 
 CONTEXTS, LAYERS, WIDTH = 12, 5, 32  # layers: embeddings included
-# Temperature, drawn tokens and sample.
+# Temperature, sampled tokens and sample.
 ROWS = [(0.0, 0, 0), (0.7, 6, 0), (0.7, 6, 1), (1.0, 6, 0), (1.0, 6, 1)]
 SETTINGS = Settings(
     model="planted",
@@ -128,7 +128,7 @@ def _part(those: list[tuple[int, Conversation]]):
             ids = [*_ids_of(text), chat().closing_id]
             turns.append(
                 names
-                | {"temperature": temperature, "drawn_tokens": drawn, "sample": sample}
+                | {"temperature": temperature, "sampled_tokens": drawn, "sample": sample}
                 | {"text": text}
                 | {"finish_reason": "turn_end", "tokens": len(ids), "token_ids": ids}
                 | {"logprob_raw": -9.0, "logprob_tempered": -8.0 if temperature else None}
@@ -260,7 +260,7 @@ def contexts_table(orders: list[int]) -> pa.Table:
 
 def generations_table(orders: list[int]) -> pa.Table:
     rows = [
-        {"order": order, "temperature": t, "drawn_tokens": 6 * (t > 0), "sample": sample}
+        {"order": order, "temperature": t, "sampled_tokens": 6 * (t > 0), "sample": sample}
         | {"text": f"{order} {t} {sample}"}
         for order in orders
         for t, sample in [(1.0, 1), (0.0, 0), (1.0, 0), (0.7, 0)]

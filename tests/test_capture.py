@@ -25,7 +25,7 @@ SETTINGS = Settings(
     temperatures=(0.7, 1.0),
     samples=2,
     max_new_tokens=5,
-    drawn_tokens=(1, "all"),
+    sampled_tokens=(1, "all"),
     batch_rows=4,
 )
 TOKENS = ["turn:0..2", "header:-1", "response:-1", "context:7"]
@@ -67,7 +67,7 @@ def test_sampled_turns_have_states_of_their_own(subject, opening, tmp_path):  # 
     settings = replace(settings, unfinished=True, max_response_tokens=9)
     run = sampled(settings, subject, tmp_path / "run")
     some = run.generations.query("temperature == 1 and sample == 0").sample(frac=1, random_state=1)
-    assert some["drawn_tokens"].nunique() == 2
+    assert some["sampled_tokens"].nunique() == 2
     capture(Wanted(run, ["turn:1", "context:-1"], [2], ["resid"], [1.0], 1), subject, Quiet())
     run = Run.open(run.path)
     found = run.residuals(2, tokens=["turn:1", "context:-1"], turns=some)

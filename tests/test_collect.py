@@ -586,7 +586,7 @@ def test_the_bar_has_room_for_responses_that_are_drawn_again(progress):
     part.prefilled(0)
     assert progress.note.endswith("prefilling"), "no rate of decoding"
     part.redraw(2)
-    assert progress.note.startswith("4/4 responses, 2 drawn again, decoding")
+    assert progress.note.startswith("4/4 responses, 2 sampled again, decoding")
     for _ in range(5):
         part.decoded(2, 0, 0)
     assert progress.steps == 30 + 10

@@ -78,7 +78,7 @@ def test_one_token_and_rows_that_all_end_at_once():
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3_5", "gpt_oss", "gemma3"])
-def test_after_its_drawn_tokens_a_row_goes_on_greedily(architecture):
+def test_after_its_sampled_tokens_a_row_goes_on_greedily(architecture):
     """It equals the whole row up to there, and then a greedy row after the same tokens."""
     model, most = tiny.model(architecture), 7
     whole, drawn = (

@@ -203,15 +203,15 @@ def both(architecture, tokenizer) -> tuple[Subject, Subject]:
 def test_the_main_job_equals_that_on_one_device(
     architecture, tokenizer, tmp_path, gpus, monkeypatch
 ):
-    """Responses, user turns with few and with all tokens drawn, and states at the header and of any
-    token."""
+    """Responses, user turns with few and with all tokens sampled, and states at the header and of
+    any token."""
     # The check has a test of its own, and takes longer than the rest.
     monkeypatch.setattr(job, "check_engine", lambda model, *_, **__: install(model).engine)
     data = scored.dataset(tmp_path / "chats.jsonl", scored.CONVERSATIONS[:1])
     runs = []
     for number, one in enumerate(both(architecture, tokenizer)):
         given = {"dataset": data, "model": one.spec.name, "samples": 1, "responses": 2}
-        settings = Settings(**given, **DECODING, **WRITTEN, drawn_tokens=(1, "all"))
+        settings = Settings(**given, **DECODING, **WRITTEN, sampled_tokens=(1, "all"))
         run = sampled(settings, one, tmp_path / str(number), Silent())
         capture(Wanted(run, ["response:-1", "turn:0"], [1, 4], ["attn", "mlp"]), one, Quiet())
         runs.append(Run.open(run.path))

@@ -102,7 +102,7 @@ def copied(merged, tmp_path):
     return make
 
 
-FIGURE = ["drawn.pdf", "drawn.png", "drawn.svg"]
+FIGURE = ["sampled.pdf", "sampled.png", "sampled.svg"]
 WRITTEN = [*FIGURE, "estimates.parquet", "more.parquet", "result.json"]
 
 
@@ -189,9 +189,9 @@ def test_folders_that_hold_something_else_are_refused(merged, copied, count, ref
     assert count(merged.path, "--out", out).status == 0
     with pytest.raises(Exception, match="holds results of count; name another folder with --out"):
         output_folder(Other, out, merged.path)
-    (tmp_path / "taken" / "drawn.png").mkdir(parents=True)
-    assert "drawn.png is a folder" in refused(merged.path, "--out", tmp_path / "taken")
-    assert os.listdir(tmp_path / "taken") == ["drawn.png"]
+    (tmp_path / "taken" / "sampled.png").mkdir(parents=True)
+    assert "sampled.png is a folder" in refused(merged.path, "--out", tmp_path / "taken")
+    assert os.listdir(tmp_path / "taken") == ["sampled.png"]
 
 
 def test_runs_that_cannot_be_used_together_are_refused(

@@ -38,7 +38,7 @@ def test_each_has_its_greedy_continuation(architecture, tokenizer, tmp_path):
         sampled(Settings(**given, **how), subject, tmp_path / name).generations
         for name, how in (
             ("named", {"first_tokens": 0.3}),
-            ("drawn", {"drawn_tokens": 1, "samples": 40}),
+            ("sampled", {"sampled_tokens": 1, "samples": 40}),
             ("again", {"first_tokens": 0.3, "batch_rows": 7}),
         )
     )
@@ -60,10 +60,10 @@ def test_each_has_its_greedy_continuation(architecture, tokenizer, tmp_path):
     assert equal > 5
 
 
-def test_it_takes_one_temperature_and_no_drawn_tokens(tiny_subject, tmp_path):
+def test_it_takes_one_temperature_and_no_sampled_tokens(tiny_subject, tmp_path):
     with pytest.raises(UserError, match=r"^samples does nothing with first_tokens: a turn goes on"):
         sample(tmp_path / "run", first_tokens=0.9, samples=2, temperatures=1)
-    for more in ({}, {"temperatures": 0.7, "drawn_tokens": 1}):
+    for more in ({}, {"temperatures": 0.7, "sampled_tokens": 1}):
         with pytest.raises(UserError, match="by their probability at one temperature"):
             Settings(first_tokens=0.9, **more)
     how = {"model": tiny_subject.spec.name, "limit": 2, "temperatures": 1, "max_new_tokens": 3}

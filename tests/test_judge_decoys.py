@@ -33,7 +33,7 @@ def run_of(
     ]
     turns = [
         context
-        | {"temperature": temperature, "drawn_tokens": 6 * (temperature > 0), "sample": sample}
+        | {"temperature": temperature, "sampled_tokens": 6 * (temperature > 0), "sample": sample}
         for context in contexts
         for temperature in (0.0, 1.0)
         for sample in range(3 if temperature else 1)

@@ -93,7 +93,7 @@ def test_draws_are_the_engines(vocab, rows, dtype):
     assert_same(*drawn_by_both(logits, temperature, stream, torch.arange(rows)))
 
 
-def test_after_its_drawn_tokens_a_row_is_greedy():
+def test_after_its_sampled_tokens_a_row_is_greedy():
     rows = 12
     logits = (torch.randn(1, 150, generator=seeded(0)) * 0.1).expand(rows, -1)
     stream = torch.randint(0, 2**32, (rows, 2), generator=seeded(1))

@@ -67,11 +67,11 @@ def placed(tiny_subject, tiny_model_dir) -> Subject:
 
 @pytest.fixture(scope="module")
 def used(placed, tmp_path_factory) -> Run:
-    """Turns with one drawn token, and with all; tests leave it as it is."""
+    """Turns with one sampled token, and with all; tests leave it as it is."""
     folder = tmp_path_factory.mktemp("mass")
     data = scored.dataset(folder / "chats.jsonl")
     how = {"model": placed.spec.name, "dataset": data, "samples": SAMPLES} | DECODED
-    return judged(Settings(**how, drawn_tokens=(1, "all")), placed, folder / "run")
+    return judged(Settings(**how, sampled_tokens=(1, "all")), placed, folder / "run")
 
 
 @pytest.fixture(scope="module")
@@ -226,8 +226,8 @@ def mass_of(stratum: str) -> tuple[float, float]:
 
 
 def test_turns_with_one_drawn_token_are_those_and_as_often_follow_ups(used, out, slow):
-    turns, drawn = used.generations, read_runs([used], "by_text", drawn_tokens=1).turns
-    turns = turns[(turns["temperature"] > 0) & (turns["drawn_tokens"] == 1)]
+    turns, drawn = used.generations, read_runs([used], "by_text", sampled_tokens=1).turns
+    turns = turns[(turns["temperature"] > 0) & (turns["sampled_tokens"] == 1)]
     named = Run.open(out / mass.TURNS / "run").generations
     named = named[named["temperature"] > 0]
     written = {(one.context_id, one.token_ids[0]): [*one.token_ids] for one in named.itertuples()}
@@ -251,7 +251,7 @@ def test_a_dry_run_says_how_many_turns_there_are(used, placed, tmp_path, capfd):
     assert "9 conversations to sample 41 turns after each" in call(mass.main, words, capfd).out
     kept = replace(
         Settings.read(used.settings | {"dataset": str(used.path.parent / "chats.jsonl")}),
-        header_logits="full", drawn_tokens=("all",), samples=1,
+        header_logits="full", sampled_tokens=("all",), samples=1,
     )  # fmt: skip
     run, counts = judged(kept, placed, tmp_path / "run"), []
     for ids in run.contexts["token_ids"]:

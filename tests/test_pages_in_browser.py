@@ -314,22 +314,22 @@ def test_a_field_of_the_data_filters_and_a_link_says_what_isnt_there(opened):
     assert page.get_by_label("data: topic").input_value() == ""
 
 
-def test_turns_with_drawn_tokens_stand_apart_and_their_rates_lead_to_them(
+def test_turns_with_sampled_tokens_stand_apart_and_their_rates_lead_to_them(
     tiny_subject, tmp_path, opened
 ):
-    drawn = Settings(limit=6, temperatures=1, samples=2, drawn_tokens="1 all", max_new_tokens=4)
+    drawn = Settings(limit=6, temperatures=1, samples=2, sampled_tokens="1 all", max_new_tokens=4)
     run = sampled(drawn, tiny_subject, tmp_path / "run")
     plant(run, "builtin", [FOLLOW_UP] * 30)
-    for words in ([], ["--drawn-tokens", "1"]):
+    for words in ([], ["--sampled-tokens", "1"]):
         assert rates_main([str(run.path), *words]) == 0
     page = opened(render_report([run]))
-    assert choice(page, "drawn tokens") == "whole turns" and counted(page) == (6, 18)
+    assert choice(page, "sampled tokens") == "whole turns" and counted(page) == (6, 18)
     page.evaluate("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
     for card, turns in (("whole turns", 12), ("1", 12)):
         side = page.locator(f".side[data-drawn='{card.removeprefix('whole turns')}']")
         side.locator("td a[href*='temperature=T+']").first.click()
-        assert choice(page, "drawn tokens") == card and counted(page) == (6, turns)
-    option(page, "drawn tokens", "")
+        assert choice(page, "sampled tokens") == card and counted(page) == (6, turns)
+    option(page, "sampled tokens", "")
     assert counted(page) == (6, 24)
 
 

@@ -25,7 +25,7 @@ from ia_mech.settings import Settings
 
 CLASSES, WIDTH, BLOCK = 8, 32, 2  # the block that adds something is the second
 LIKELIEST = 60  # after a token of class c, id 60 + c
-KEY = ["context_id", "temperature", "drawn_tokens", "sample"]
+KEY = ["context_id", "temperature", "sampled_tokens", "sample"]
 SAMPLES = 6
 TEMPERATURES = (0.5, 1.0, 1.75)
 

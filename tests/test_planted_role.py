@@ -1,5 +1,5 @@
 """Models whose next token depends on the last one alone, by a table: it is known where role and
-content of a turn are decided, and the follow-up mass and drawn tokens tell them apart.
+content of a turn are decided, and the follow-up mass and sampled tokens tell them apart.
 
 ``!`` in a turn is out of role; ``+`` follows up. At T = 0.7 the likelier of two tokens has 0.6.
 """
@@ -47,8 +47,8 @@ TABLES = {
     "content at the first token": {OTHER: {"-": LIKELY, "+": LESS_LIKELY}},
     "content at a later token": {OTHER: {"?": 1.0}, "?": {"-": LIKELY, "+": LESS_LIKELY}},
 }
-# Of greedy turns, of those with one drawn token and of those drawn as a whole: follow-ups, in role.
-# Then the first token's share of the difference.
+# Of greedy turns, of those with one sampled token and of those sampled as a whole: follow-ups, in
+# role. Then the first token's share of the difference.
 WANTED = {
     "role at the first token": ((0.0, 0.4, 0.4), (0.0, 0.4, 0.4), 1.0),
     "role at a later token": ((0.0, 0.0, 0.4), (0.0, 0.0, 0.4), 0.0),
@@ -98,7 +98,7 @@ def made(request, tiny_subject, tmp_path_factory) -> SimpleNamespace:
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = Settings(
         dataset=str(data), limit=None, model=subject.spec.name, temperatures=(T,),
-        samples=SAMPLES, drawn_tokens=(1, 2, "all"), max_new_tokens=4, header_logits="none",
+        samples=SAMPLES, sampled_tokens=(1, 2, "all"), max_new_tokens=4, header_logits="none",
     )  # fmt: skip
     run = sampled(settings, subject, folder / "run", Silent())
     label_run(run, Marked(), "marked", Silent())
@@ -106,7 +106,7 @@ def made(request, tiny_subject, tmp_path_factory) -> SimpleNamespace:
         patch.setattr("experiments.arms.builtin_judge", Marked)
         assert mass.main([str(run.path), "--resamples", "100", "--out", str(folder / "mass")]) == 0
     found = pd.read_parquet(folder / "mass" / "estimates.parquet")
-    assert (folder / "mass" / "drawn.svg").is_file()
+    assert (folder / "mass" / "sampled.svg").is_file()
     return SimpleNamespace(
         run=run,
         wanted=WANTED[request.param],
@@ -133,9 +133,9 @@ def test_the_follow_up_mass_says_what_the_first_token_decides(made):
     assert value(made.found, HELD, FIRST) == pytest.approx(held, abs=0.15)
 
 
-def test_rates_by_drawn_tokens_say_at_which_token_it_is_decided(made):
+def test_rates_by_sampled_tokens_say_at_which_token_it_is_decided(made):
     for drawn, wanted in ((1, made.wanted[0][1]), (2, LESS_LIKELY), (None, LESS_LIKELY)):
-        judged = read_runs([made.run], "marked", NO_ANNOTATOR, drawn_tokens=drawn)
+        judged = read_runs([made.run], "marked", NO_ANNOTATOR, sampled_tokens=drawn)
         turns = judged.turns[judged.turns["temperature"] > 0]
         (rate,) = rates(turns)
         assert rate.estimate.value == pytest.approx(wanted, abs=ERROR), drawn

@@ -28,8 +28,8 @@ RESULTS = ROOT / "docs" / "results"
 SMOL, QWEN = "smollm2-135m-instruct", "qwen2.5-coder-1.5b-instruct"
 MATHS = f"{QWEN}-maths"  # other GSM8K queries than those of the study
 GEMMA_NEW = "gemma-3-270m-new"  # Qwen's conversations, by a model that saw no chats
-NEW, SMOL_NEW = f"{QWEN}-new", f"{SMOL}-new"  # queries that no study had, and few tokens drawn
-ALL = 40  # drawn tokens of a whole turn
+NEW, SMOL_NEW = f"{QWEN}-new", f"{SMOL}-new"  # queries that no study had, and few tokens sampled
+ALL = 40  # sampled tokens of a whole turn
 DRAWN = {0: "none (greedy)", 1: "the first", 3: "the first three", ALL: "all"}
 VECTORS = {"unsteered": "without a vector", "permuted": "control", "follow-ups": "vector"}
 MODELS, SETS = (QWEN, SMOL), (QWEN, MATHS, SMOL)
@@ -355,8 +355,8 @@ BOTH = ("category", "second_reading")  # the labels of two annotators
 
 
 @cache
-def drawn(model: str = NEW, readings: tuple[str, ...] = BOTH) -> pd.DataFrame:
-    """Turns after new queries, a row for each annotator: ``drawn`` (how many of the first tokens;
+def new_turns(model: str = NEW, readings: tuple[str, ...] = BOTH) -> pd.DataFrame:
+    """Turns after new queries, a row for each annotator: ``sampled`` (how many of the first tokens;
     ALL of all), ``follow_up`` and ``in_role``, 1 or 0, and whether this annotator calls the greedy
     turn of the context a follow-up (``greedy``)."""
     turns, found = table(model, "turns"), []
@@ -364,19 +364,19 @@ def drawn(model: str = NEW, readings: tuple[str, ...] = BOTH) -> pd.DataFrame:
         one = turns.assign(label=turns[name]).dropna(subset="label")
         one["follow_up"] = (one["label"] == "follow_up").astype(float)
         one["in_role"] = (~one["label"].isin(OUT_OF_ROLE)).astype(float)
-        greedy = one[one["drawn"] == 0].set_index("context")["follow_up"]
+        greedy = one[one["sampled"] == 0].set_index("context")["follow_up"]
         found.append(one.assign(greedy=one["context"].map(greedy), annotator=name))
     return pd.concat(found, ignore_index=True)
 
 
 def at(count: int, what: str = "follow_up", turns: pd.DataFrame | None = None) -> pd.Series:
-    """Of each query, the rate among turns with so many drawn tokens, the mean of annotators."""
-    turns = drawn() if turns is None else turns
-    return turns[turns["drawn"] == count].groupby("context")[what].mean()
+    """Of each query, the rate among turns with so many sampled tokens, the mean of annotators."""
+    turns = new_turns() if turns is None else turns
+    return turns[turns["sampled"] == count].groupby("context")[what].mean()
 
 
 def where_greedy(is_one: int, readings: tuple[str, ...] = BOTH) -> pd.DataFrame:
-    turns = drawn(readings=readings)
+    turns = new_turns(readings=readings)
     return turns[turns["greedy"] == is_one]
 
 
@@ -391,12 +391,12 @@ def ratio_of(over: pd.Series, under: pd.Series) -> Ends:
     return ratio + value, ratio + low, ratio + high
 
 
-def by_drawn() -> str:
+def by_sampled() -> str:
     wrong, rows = table(NEW, "wrong"), []
     head = ["of 100", "follow-ups", "in role", "follow-ups once in role"]
     head += ["where the greedy turn is none", "where it is one", "after a wrong conversation"]
     for count, name in DRAWN.items():
-        mine = wrong[wrong["drawn"] == count]
+        mine = wrong[wrong["sampled"] == count]
         counted = sum((mine[one] == "follow_up").mean() for one in BOTH) / 2
         row = [name, percent(at(count)), percent(at(count, "in_role"))]
         row.append(around(once_in_role(count), 0, scale=100))
@@ -420,13 +420,13 @@ def by_kind(rise: pd.Series) -> list[str]:
 
 
 def third() -> pd.Series:
-    """What one drawn token brings in role, minus a third of what all bring."""
+    """What one sampled token brings in role, minus a third of what all bring."""
     greedy = at(0, "in_role")
     return at(1, "in_role") - greedy - (at(ALL, "in_role") - greedy) / 3
 
 
 def change_of_ratio() -> str:
-    """Follow-ups among turns in role, with all tokens drawn minus greedy, in points of 100."""
+    """Follow-ups among turns in role, with all tokens sampled minus greedy, in points of 100."""
     parts = [(at(count), at(count, "in_role")) for count in (ALL, 0)]
     ratios = [over.mean() / under.mean() for over, under in parts]
     each = [
@@ -626,34 +626,33 @@ def found_sentences(short: bool) -> list[str]:
     out = [by_readers(QWEN, t, "out_of_role") for t in (GREEDY, SAMPLED)]
     in_role = read(QWEN)[(read(QWEN)["where"] == OWN) & (read(QWEN)["out_of_role"] == 0)]
     within = [mean(100 * of, 0) for _, of in in_role.groupby("temperature")["follow_up"]]
-    all_q, own_q, head_q = (
-        mean(site(QWEN, name)) for name in ("own context", "response", "header")
-    )
-    written = mean(site(QWEN, "written: response"))
+    parts = ("own context", "response", "header")
+    all_q, own_q, head_q = (amount(site(QWEN, f"written: {name}")) for name in parts)
     low, high = (f"{100 * end:.0f}" for end in student(by_readers(QWEN, BEYOND_WRONG))[1:])
     steered = [
         mean(100 * under_vector(term, model=NEW), 0)
         for term in ("unsteered", "follow-ups", "permuted")
     ]
     small = [mean(100 * by_readers(SMOL, one), 0) for one in (GREEDY, SAMPLED)]
+    queries = [len(by_readers(m, GREEDY)) for m in (QWEN, SMOL)]
     brief = f"""
-    **Sampling brings out follow-ups in Qwen2.5-Coder-1.5B; in SmolLM2-135M that isn't shown.** Of
-    Qwen's greedy turns {readers[0]}% are follow-ups, of those sampled at T = 0.7 {readers[1]}%,
-    since fewer repeat the conversation or answer it. Shown after another query's conversation,
-    {readers[2]}% and {readers[3]}% of the same turns are. Minus this control the rise is
-    {mean(100 * by_readers(QWEN, BEYOND_WRONG), 0)} points (before rounding; 95% interval: {low} to
-    {high}). Beyond other responses to the same query no rise is shown. In SmolLM2 {small[0]}%
-    and {small[1]}% are follow-ups.
+    **Sampling brings out follow-ups in Qwen2.5-Coder-1.5B; in SmolLM2-135M that isn't shown.**
+    After {queries[0]} queries, {readers[0]}% of Qwen's greedy turns are follow-ups, and
+    {readers[1]}% of those sampled at T = 0.7: fewer of these repeat the conversation or answer it.
+    The rise, minus that after wrong conversations, is
+    {mean(100 * by_readers(QWEN, BEYOND_WRONG), 0)} points (95% interval: {low} to {high}). In
+    SmolLM2 the rates are {small[0]}% and {small[1]}% ({queries[1]} queries).
 
-    **One vector does as much as sampling.** After {len(at(0))} other queries, a vector that was
-    learned on half of them and added to the hidden state of the header's last token raises greedy
-    follow-ups of the other half from {steered[0]}% to {steered[1]}%; one learned from shuffled
-    labels leaves them at {steered[2]}%.
+    **One vector does as much as sampling.** Added to the hidden state of the header's last token,
+    it raises Qwen's greedy follow-ups from {steered[0]}% to {steered[1]}%. A vector that was
+    learned from shuffled labels leaves them at {steered[2]}%. ({len(at(0))} other queries; the
+    vector was learned on half of them, and used on the other half. After
+    MT-bench's alone no rise is shown.)
 
-    **What a turn says is read from the response's tokens.** A sampled turn of Qwen's tells {all_q}
-    of 1.58 bits about which of three responses it followed. Patching only that response's keys and
-    values keeps {own_q} bits when these turns are scored again, and {written} when the model writes
-    new ones; patching only the user header's {head_q}."""
+    **What a turn says comes from the response's tokens.** Sampled turns of Qwen tell {all_q} bits
+    about which of three responses they followed (the most possible is 1.58). If only the response's
+    keys and values come from there, turns tell {own_q} bits; if only the user header's do,
+    {head_q}."""
     said = f"""{readers[0]}% of Qwen2.5-Coder-1.5B's greedy user turns are follow-ups, and
     {readers[1]}% of its sampled turns are; in SmolLM2-135M no rise is shown.
 
@@ -662,7 +661,7 @@ def found_sentences(short: bool) -> list[str]:
 
     A turn depends on the keys and values of its response, and hardly on the user header's.
 
-    With the first token alone drawn, {100 * (at(1) - at(0)).mean():+.1f} of
+    With the first token alone sampled, {100 * (at(1) - at(0)).mean():+.1f} of
     {100 * (at(ALL) - at(0)).mean():+.1f} points of Qwen's rise after new queries are there already:
 
     Among Qwen's turns in role, the annotators call {within[0]}% of the greedy ones follow-ups, and
@@ -698,13 +697,13 @@ def sentences() -> dict[str, list[str]]:
     qwen = f"""{mean(verified, 0)}% of Qwen's responses to the maths queries are right. That turns
     after these are follow-ups more often isn't shown ({change(right())})."""
     tells = amount(site(SMOL, "header", 0.0, what="first_bits"))
-    first_token = f"""A greedy turn's first token, drawn from the header's last state, tells {tells}
-    bits."""
+    first_token = f"""A greedy turn's first token, sampled from the header's last state, tells
+    {tells} bits."""
     twice = table(NEW, "turns").dropna(subset="second_reading")
     labels = twice.drop_duplicates(["context", "text"])
     said = [(labels[name] == "follow_up").astype(float).to_numpy() for name in (*BOTH, "judged")]
     held, none, is_one = first_masses(), where_greedy(0), where_greedy(1)
-    small = {n: at(n, turns=drawn(SMOL_NEW, ("category",))) for n in (0, ALL)}
+    small = {n: at(n, turns=new_turns(SMOL_NEW, ("category",))) for n in (0, ALL)}
     layers, cells = half_from(), moved_masses()
     ends = cells.groupby("layer")["moved"].mean()
     ratio, kinds = ends / ends.iloc[-1], by_kind(at(1) - at(0))
@@ -716,7 +715,7 @@ def sentences() -> dict[str, list[str]]:
     agreed = [f"{kappa(said[0], other):.2f}" for other in said[1:]]
     noted, mended = table(NEW, "first_tokens").dropna(subset="annotated"), corrected_masses()
     follows = {one: (noted[one] == "follow_up").astype(float).to_numpy() for one in noted}
-    later = [percent(at(n, turns=drawn(readings=BOTH[:1]))) for n in (2, 5, 8)]
+    later = [percent(at(n, turns=new_turns(readings=BOTH[:1]))) for n in (2, 5, 8)]
     under = table(NEW, "vector").drop_duplicates(["shown", "text"])
     both_say = f"{kappa(*((under[one] == 'follow_up').to_numpy(float) for one in BOTH)):.2f}"
     vector, control = (partial(under_vector, t, model=NEW) for t in ("follow-ups", "permuted"))
@@ -742,25 +741,25 @@ def sentences() -> dict[str, list[str]]:
     turns; numbers are means of both. They agree with κ {agreed[0]}, the judge with the first of
     them with κ {agreed[1]}.
 
-    With one drawn token, follow-ups rise by {kinds[0]} after built-in queries, {kinds[1]} after
+    With one sampled token, follow-ups rise by {kinds[0]} after built-in queries, {kinds[1]} after
     IFBench's and {kinds[2]} after MT-bench's.
 
-    1. With all tokens drawn, there are more follow-ups than among greedy turns: **yes**
+    1. With all tokens sampled, there are more follow-ups than among greedy turns: **yes**
     ({change(at(ALL) - at(0))}).
 
-    2. So with one drawn token: **yes** ({change(at(1) - at(0))}).
+    2. So with one sampled token: **yes** ({change(at(1) - at(0))}).
 
-    3. One drawn token keeps more turns in role, by more than a third of what all bring: **not
+    3. One sampled token keeps more turns in role, by more than a third of what all bring: **not
     shown** (more in role: {change(at(1, "in_role") - at(0, "in_role"))}; minus a third of what all
     bring: {change(third())}).
 
     4. Among turns in role follow-ups don't become more frequent by 10 points: **not shown**
     ({change_of_ratio()}).
 
-    5. Where the greedy turn is none, one drawn token gives follow-ups to more than 15 of 100: **not
-    shown** ({around(student(at(1, turns=none)), 1, scale=100)}).
+    5. Where the greedy turn is none, one sampled token gives follow-ups to more than 15 of 100: 
+    **not shown** ({around(student(at(1, turns=none)), 1, scale=100)}).
 
-    6. Where it is one, one drawn token gives fewer follow-ups than all: **not shown**
+    6. Where it is one, one sampled token gives fewer follow-ups than all: **not shown**
     ({change(at(1, turns=is_one) - at(ALL, turns=is_one))}).
 
     7. Where the judge calls the greedy turn none, the mass is above 0.15: **yes**
@@ -772,7 +771,7 @@ def sentences() -> dict[str, list[str]]:
     do in the last quarter of the layers, and by less than a tenth in the first half: **no** (shares
     after layers 22, 14 and 10: {ratio[22]:.2f}, {ratio[14]:.2f} and {ratio[10]:.2f}).
 
-    9. In SmolLM2 the rate with all tokens drawn isn't above that of greedy turns by 10 points:
+    9. In SmolLM2 the rate with all tokens sampled isn't above that of greedy turns by 10 points:
     **yes** ({change(small[ALL] - small[0])}, one annotator, {len(small[0])} queries).
 
     10. Greedy turns under the vector are follow-ups more often than under the control: **yes**
@@ -798,8 +797,8 @@ def sentences() -> dict[str, list[str]]:
     {over_control[1]} after IFBench's and {over_control[2]} after MT-bench's. Two readings agree
     with κ {both_say}.
 
-    Of turns with two, five and eight drawn tokens, {later[0]}, {later[1]} and {later[2]} of 100 are
-    follow-ups (one annotator).
+    Of turns with two, five and eight sampled tokens, {later[0]}, {later[1]} and {later[2]} of 100
+    are follow-ups (one annotator).
 
     Taken as it is, more than half of the difference is moved from layer {first_half()} on (95%
     confidence set: {layers[0]} to {layers[-1]}). But part of it is how much of a distribution the
@@ -814,10 +813,10 @@ def sentences() -> dict[str, list[str]]:
 
     The follow-up mass: each of the likeliest first tokens (90% of the probability) is gone on from
     greedily, and the turn is judged. It is {amount(held["mass"])}; the first tokens {openings()}.
-    Corrected by labels of {len(noted)} of these turns, drawn so that unlikely tokens are among them
-    (two readings, κ {kappa(*(follows[one] for one in ("annotated", "second_reading"))):.2f}), it
-    is {of_corrected(mended)}. Greedy turns have {mean(held["greedy"])} by the judge: corrected, the
-    first token's share of the rise can't be told.
+    Corrected by labels of {len(noted)} of these turns, chosen so that unlikely tokens are among
+    them (two readings, κ {kappa(*(follows[one] for one in ("annotated", "second_reading"))):.2f}),
+    it is {of_corrected(mended)}. Greedy turns have {mean(held["greedy"])} by the judge: corrected,
+    the first token's share of the rise can't be told.
 
     What one layer's attention or MLP adds moves less: of these, attention in layer 22
     ({adds["attn", 22]}) and the MLPs of layers 19 and 20 ({adds["mlp", 19]} and {adds["mlp", 20]})
@@ -832,14 +831,14 @@ def sentences() -> dict[str, list[str]]:
     What can be moved is little: {last}, though the donors' own masses differ by {apart()}. Most of
     that isn't in how likely first tokens are, but in what they lead to. After built-in queries
     alone nothing is shown ({at_end})."""
-    base = drawn(GEMMA_NEW, ("judged",))
+    base = new_turns(GEMMA_NEW, ("judged",))
     base = base[base["label"] != "cannot_assess"]
     rates = {(n, what): at(n, what, base) for n in (0, ALL) for what in ("follow_up", "in_role")}
     shown = [percent(one) for one in rates.values()]
     grown = [change(rates[ALL, what] - rates[0, what]) for what in ("follow_up", "in_role")]
-    inside = base[(base["drawn"] == ALL) & (base["in_role"] == 1)]["follow_up"]
+    inside = base[(base["sampled"] == ALL) & (base["in_role"] == 1)]["follow_up"]
     first += f"""\n\n    After the same conversations, gemma-3-270m puts {shown[1]} of 100 greedy
-    turns in role by the judge, and {shown[3]} with all tokens drawn ({grown[1]}). {shown[0]} and
+    turns in role by the judge, and {shown[3]} with all tokens sampled ({grown[1]}). {shown[0]} and
     {shown[2]} are follow-ups ({grown[0]}), {100 * inside.mean():.0f} of 100 turns in role."""
     own = moved_masses(SMOL_NEW)
     donors = around(over_pairs(own[own["layer"] == 30], "moved"), 2, sign=True)
@@ -883,7 +882,7 @@ def pages() -> dict[str, list[str]]:
     tables = {"compare": [how_often(), roles(), where()]}
     tables |= {m: [datasets(m), sites(m), windows(m)] for m in MODELS}
     tables[SMOL] += [blocks()]
-    tables[QWEN] += [by_drawn(), rises(), steered(), by_layer()]
+    tables[QWEN] += [by_sampled(), rises(), steered(), by_layer()]
     found = {f"docs/results/{name}.md": tables[name] + sentences()[name] for name in tables}
     found["docs/results/compare.md"] += found_sentences(short=False)
     return {"README.md": found_sentences(short=True)} | found

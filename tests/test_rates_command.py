@@ -351,23 +351,24 @@ def test_rates_are_by_the_rubric_that_the_judge_labelled_by(copy, tmp_path):
 
 
 def test_turns_count_by_how_many_of_their_tokens_were_drawn(tiny_subject, tmp_path, capfd):
-    """By default those that were drawn as a whole; the first token is that of the whole turn."""
-    drawn = Settings(limit=6, temperatures=1, samples=2, drawn_tokens="1 all", max_new_tokens=4)
+    """By default those that were sampled as a whole; the first token is that of the whole turn."""
+    drawn = Settings(limit=6, temperatures=1, samples=2, sampled_tokens="1 all", max_new_tokens=4)
     run = sampled(drawn, tiny_subject, tmp_path / "run")
     turns = run.generations
-    assert turns["drawn_tokens"].tolist() == 6 * [0, 1, 1, 4, 4]
+    assert turns["sampled_tokens"].tolist() == 6 * [0, 1, 1, 4, 4]
     first = turns["token_ids"].map(lambda ids: ids[0])
-    one, whole = (first[turns["drawn_tokens"] == k].tolist() for k in (1, 4))
+    one, whole = (first[turns["sampled_tokens"] == k].tolist() for k in (1, 4))
     assert one == whole and {len(query.turns) for query in run.queries()} == {3}
     assert [run.decoding(1.0, k) for k in (0, 1, 4)] == ["greedy", "T = 1, first token", "T = 1"]
     plant(run, say=lambda key: FOLLOW_UP if key[3] == 1 else "new_topic")
-    for words, wanted in (([], 0.0), (["--drawn-tokens", "1"], 1.0)):
+    for words, wanted in (([], 0.0), (["--sampled-tokens", "1"], 1.0)):
         assert call(main, [str(run.path), *words], capfd).status == 0
-        name = "-".join(["rates-builtin", *words]).replace("---drawn-tokens", "-drawn")
+        name = "-".join(["rates-builtin", *words]).replace("---sampled-tokens", "-drawn")
         found = read(folder_of(run.path, name)).estimates
         rate = found[(found["quantity"] == "rate") & (found["temperature"] == 1)]
         assert set(rate["value"]) == {wanted}
-    refused = refusal(call(main, [str(run.path), "--drawn-tokens", "2"], capfd))
+    refused = refusal(call(main, [str(run.path), "--sampled-tokens", "2"], capfd))
     assert (
-        "has no sampled turns with --drawn-tokens 2; count others: --drawn-tokens 1 or" in refused
+        "has no sampled turns with --sampled-tokens 2; count others: --sampled-tokens 1 or"
+        in refused
     )

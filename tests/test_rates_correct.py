@@ -61,7 +61,7 @@ def planted(tmp_path_factory):
             for temperature, labels in prompt.follow_up.items():
                 for sample, label in enumerate(labels):
                     turn = {"temperature": temperature, "sample": sample, "text": "And then?"}
-                    turn["drawn_tokens"] = 6 * (temperature > 0)
+                    turn["sampled_tokens"] = 6 * (temperature > 0)
                     turns.append(names | turn)
                     follow_up.append(label)
         described = {"name": model, "weights_hash": f"hash of {model}", **SMALL_MODEL, **changed}

@@ -30,17 +30,17 @@ ROWS = [
     {
         "context_id": f"c{i}",
         "temperature": 0.7 * i,
-        "drawn_tokens": 6 * (i > 0),
+        "sampled_tokens": 6 * (i > 0),
         "sample": i,
         **verdict,
     }
     for i, verdict in enumerate(VERDICTS)
 ]
 LABELS = [
-    {"context_id": "c0", "temperature": 0.0, "drawn_tokens": 0, "sample": 0}
+    {"context_id": "c0", "temperature": 0.0, "sampled_tokens": 0, "sample": 0}
     | {"category": FOLLOW_UP, "follow_up": True}
     | {"note": "sicher", "sheet": "sheet-1", "stratum": "generic", "inclusion_probability": 0.125},
-    {"context_id": "c1", "temperature": 1.0, "drawn_tokens": 6, "sample": 3}
+    {"context_id": "c1", "temperature": 1.0, "sampled_tokens": 6, "sample": 3}
     | {"category": CANNOT_ASSESS},
 ]
 BAD_NAMES = ["", ".", "../x", "a/b", "a\\b", ".hidden", "-x", "a b", "a\n", "é", "a" * 101]

@@ -86,7 +86,7 @@ def test_nothing_in_a_run_is_a_pickle(parted):
 
 def test_rows_are_in_the_order_of_the_run_whatever_the_parts(parted, by_hand):
     assert parted.contexts["order"].tolist() == list(range(CONTEXTS))
-    rows = parted.generations[["order", "temperature", "drawn_tokens", "sample"]]
+    rows = parted.generations[["order", "temperature", "sampled_tokens", "sample"]]
     assert list(rows.itertuples(index=False, name=None)) == [
         (order, *row) for order in range(CONTEXTS) for row in ROWS
     ]

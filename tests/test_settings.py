@@ -125,14 +125,14 @@ def test_none_is_the_default_and_some_defaults_depend_on_other_settings():
 def test_the_rows_of_a_context():
     found = Settings(temperatures=(1, 0.5), samples=2).rows()
     assert found == [(0.0, 0, 0), *((t, 40, s) for t in (0.5, 1.0) for s in (0, 1))]
-    assert Settings(temperatures=()).rows() == Settings(drawn_tokens=0).rows() == [(0.0, 0, 0)]
-    one = Settings(temperatures=0.5, samples=1, drawn_tokens="all 3 0 1", max_new_tokens=9)
-    assert one.drawn_tokens == (1, 3, "all") and Settings.read(one.to_dict()) == one
+    assert Settings(temperatures=()).rows() == Settings(sampled_tokens=0).rows() == [(0.0, 0, 0)]
+    one = Settings(temperatures=0.5, samples=1, sampled_tokens="all 3 0 1", max_new_tokens=9)
+    assert one.sampled_tokens == (1, 3, "all") and Settings.read(one.to_dict()) == one
     assert one.rows() == [(0.0, 0, 0), (0.5, 1, 0), (0.5, 3, 0), (0.5, 9, 0)]
-    assert "--drawn-tokens 1 3 all" in one.command(Path("x"))
+    assert "--sampled-tokens 1 3 all" in one.command(Path("x"))
     for given in ("1 1", "9 all", "10", "-1", "some"):
-        with pytest.raises(UserError, match="drawn"):
-            Settings(drawn_tokens=given, max_new_tokens=9)
+        with pytest.raises(UserError, match="sampled"):
+            Settings(sampled_tokens=given, max_new_tokens=9)
 
 
 def test_the_folder_is_named_after_model_dataset_and_settings(monkeypatch, tmp_path):

@@ -344,7 +344,7 @@ def test_random_tokens_in_sight_are_as_they_were_computed(architecture):
         np.testing.assert_allclose(a, b, rtol=0, atol=LOGPROB)
     assert all(np.array_equal(a, b) for a, b in zip(few, again, strict=True))
     assert not np.allclose(few[1], other[1], atol=1e-3)
-    # Where all earlier tokens are drawn, nothing changes.
+    # Where all earlier tokens are sampled, nothing changes.
     whole = in_blocks(model, group, contexts(0), [SINKS] * 3, 10**6, seed=0)
     for a, b in zip(scores(whole), scores(group), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=LOGPROB)

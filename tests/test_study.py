@@ -62,7 +62,7 @@ def test_a_study_ends_with_one_sentence_its_control_and_a_page(made):
     assert "of 1.58 bits about which of 3 responses they followed" in found.sentence
     assert "The response's keys and values are enough for" in found.sentence
     assert found.control.startswith("Follow-ups are compared with wrong conversations, bits")
-    rates = {"rates-builtin", "rates-builtin-drawn-1"}
+    rates = {"rates-builtin", "rates-builtin-sampled-1"}
     assert rates | {"mass", "locate"} == set(found.estimates["stage"])
     assert "sites" in found.figures
     page = re.sub("<[^>]*>", "", (made / "report.html").read_text("utf-8"))

@@ -326,7 +326,7 @@ def write(planted: Planted, folder: Path, random_blocks: int | None = None) -> R
         {key: row[key] for key in same}
         | {
             "temperature": t,
-            "drawn_tokens": 8 * (t > 0),
+            "sampled_tokens": 8 * (t > 0),
             "sample": sample,
             "text": f"turn {row['order']} {number}",
         }

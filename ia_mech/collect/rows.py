@@ -134,7 +134,7 @@ def generation_row(
         **_key_columns(context),
         "response_unfinished": context.response_unfinished,
         "temperature": temperature,
-        "drawn_tokens": drawn,
+        "sampled_tokens": drawn,
         "sample": sample,
         "text": chat.text(row.token_ids.tolist()),
         "finish_reason": row.finish_reason,

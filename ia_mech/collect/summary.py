@@ -22,7 +22,7 @@ LISTED = 10  # skipped rows that are named
 
 
 def temperature_table(run: Run) -> Table:
-    """What was decoded at each temperature, and with so many drawn tokens: a line each, with
+    """What was decoded at each temperature, and with so many sampled tokens: a line each, with
     intervals over sources.
 
     ``entropy`` is that of the first token. † counts turns that follow an unfinished response.
@@ -33,7 +33,7 @@ def temperature_table(run: Run) -> Table:
     for name in ("T", "turns", "mean tokens", "ended by turn-end", "log p / token", "entropy"):
         table.add_column(name, justify="right", no_wrap=True)
     contexts = run.contexts
-    for (temperature, drawn), rows in run.generations.groupby(["temperature", "drawn_tokens"]):
+    for (temperature, drawn), rows in run.generations.groupby(["temperature", "sampled_tokens"]):
         sources, entropy = rows["source_id"], "–"
         if temperature:
             at = run.settings["temperatures"].index(temperature)
@@ -166,7 +166,7 @@ def print_run(run: Run, full: bool = False) -> None:
 def what_was_written(run: Run) -> str:
     """How many turns, in a sentence."""
     turns, contexts = run.generations, run.contexts
-    decodings = turns.groupby(["temperature", "drawn_tokens"]).groups
+    decodings = turns.groupby(["temperature", "sampled_tokens"]).groups
     sampled = [f"{run.settings['samples']} at {run.decoding(*of)}" for of in decodings if of[1]]
     if run.settings["first_tokens"]:
         sampled = [f"one from {run.decoding(*of)}" for of in decodings if of[1]]
@@ -191,7 +191,7 @@ def _what_was_kept(run: Run) -> str:
 def _print_examples(run: Run, most: int = 3) -> None:
     """User turns chosen without looking: the i-th is the first turn of the i-th of some evenly
     spaced contexts, decoded in the i-th of as many evenly spaced ways."""
-    decodings = list(run.generations.groupby(["temperature", "drawn_tokens"]).groups)
+    decodings = list(run.generations.groupby(["temperature", "sampled_tokens"]).groups)
     count = min(most, len(run.contexts))
     _print_line(f"{count} user turns (evenly spaced, not chosen)")
     for i in range(count):
@@ -200,7 +200,7 @@ def _print_examples(run: Run, most: int = 3) -> None:
         turns = run.generations[run.generations["order"] == context["order"]]
         query, response = exchange(context["messages"])
         flag = " † unfinished" if context["response_unfinished"] else ""
-        turns = turns[(turns["temperature"] == temperature) & (turns["drawn_tokens"] == drawn)]
+        turns = turns[(turns["temperature"] == temperature) & (turns["sampled_tokens"] == drawn)]
         text, how = turns["text"].iloc[0], run.decoding(temperature, drawn)
         _print_line(f"  {one_line(context['context_id'], 40)} · {how}")
         _print_line(f"    query:     {one_line(query, 90)}")

@@ -141,8 +141,8 @@ def draw(
     Args:
         logits: ``[rows, vocab]`` in float32, bfloat16 or float16, raw; each row is contiguous.
         temperature: ``[rows]`` float32; 0 is greedy.
-        drawn: ``[rows]`` int64, how many of a row's first tokens are drawn at its temperature; the
-            rest is greedy.
+        drawn: ``[rows]`` int64, how many of a row's first tokens are sampled at its temperature;
+            the rest is greedy.
         stream: ``[rows, 2]`` int64, contiguous, a key per row.
         step: ``[rows]`` int64, the index of the token within its row.
         out: tensors to write to; made anew if None.

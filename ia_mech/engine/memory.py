@@ -20,8 +20,8 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 RESERVE = 8  # one part in so many of a device's memory is left to activations and drivers
-# A step's logits, and two copies while a token is drawn from them; or, of captured steps, those in
-# the memory of the graphs, those of the run before capturing, and the graphs' other tensors.
+# A step's logits, and two copies while a token is sampled from them; or, of captured steps, those
+# in the memory of the graphs, those of the run before capturing, and the graphs' other tensors.
 LOGITS_HELD = 3
 
 

@@ -290,7 +290,7 @@ def forward(
         interventions,
         masked=others or not shared,
     )
-    device = state.mask.device  # the first layer's; drawn tokens are on the last layer's
+    device = state.mask.device  # the first layer's; sampled tokens are on the last layer's
     ids = ids.to(device, non_blocking=True)
     if mask is None:
         mask = torch.ones_like(ids)

@@ -22,7 +22,7 @@ class Row:
         temperature: 0 for greedy.
         stream: key of its noise, from :func:`ia_mech.engine.sampling.stream_key`; unused if greedy.
         steered: changes made at every token of the turn; position 0 stands for all of them.
-        drawn: how many of its first tokens are drawn at its temperature; the rest is greedy. None
+        drawn: how many of its first tokens are sampled at its temperature; the rest is greedy. None
             for all.
         first: which of the likeliest tokens is its first, from 0; None if that is drawn.
     """
@@ -105,7 +105,7 @@ class Steps:
                 one[at] = values
 
     def forward(self, staying: list[int]) -> list[int]:
-        """Feed the drawn tokens to the rows that stay; the others are dropped.
+        """Feed the sampled tokens to the rows that stay; the others are dropped.
 
         Args:
             staying: indices into the batch.

@@ -43,7 +43,7 @@ def draw_decoys(run: Run, per_source: int | None = None) -> pd.DataFrame:
     perturbation = turns["perturbation"].astype(object).fillna(UNPERTURBED)
     rng = np.random.default_rng(int(run.identity_digest, 16))
     decoys: list[tuple[int, str, str]] = []  # row, kind, context shown
-    by = [turns["dataset"], perturbation, turns["temperature"], turns["drawn_tokens"]]
+    by = [turns["dataset"], perturbation, turns["temperature"], turns["sampled_tokens"]]
     strata = turns.groupby(by, observed=True)
     for _, stratum in sorted(strata.indices.items()):
         sources = turns["source_id"].iloc[stratum]

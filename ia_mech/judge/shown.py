@@ -51,7 +51,7 @@ def labelled_turns(run: Run, judge: str, count: int) -> list[Labelled]:
             row, name = chosen.loc[at], turns.at[at, "context_id"]
             found[at] = Labelled(
                 name,
-                run.decoding(row["temperature"], row["drawn_tokens"]),
+                run.decoding(row["temperature"], row["sampled_tokens"]),
                 *exchange(messages[name]),
                 turns.at[at, "text"],
                 str(row["category"]),

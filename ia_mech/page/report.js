@@ -3,7 +3,7 @@
 const SHOWN_AFTER = ["its own conversation", "a wrong conversation", "a sibling of its response"];
 const DECOYS = [null, "wrong_conversation", "sibling"]; // as results name them
 const DECOY = [null, "this is a wrong conversation for it", "this response is a sibling of its own"];
-const WHOLE = "whole turns"; // all of whose tokens are drawn, and greedy ones
+const WHOLE = "whole turns"; // all of whose tokens are sampled, and greedy ones
 const UNCHANGED = "unchanged"; // the condition of a conversation that no experiment changed
 const CONTEXTS = 10; // on a page
 const DRAWN = 20; // turns in a random draw
@@ -82,7 +82,7 @@ unpacked().then((data) => {
   }
   choice("temperature", valuesOf(upwards(turns.temperature), (i) => turns.temperature[i], temperature));
   const whole = turns.drawn.some((k, i) => k === 0 && turns.temperature[i] > 0); // most tables count these alone
-  choice("drawn tokens", valuesOf(upwards(turns.drawn), (i) => turns.drawn[i], (k) => (k ? String(k) : WHOLE)), whole ? WHOLE : "");
+  choice("sampled tokens", valuesOf(upwards(turns.drawn), (i) => turns.drawn[i], (k) => (k ? String(k) : WHOLE)), whole ? WHOLE : "");
   choice("condition", valuesOf(contexts.condition, ofContext("condition")), UNCHANGED);
   const fits = turns.follow_up_to_original; // of turns after changed conversations
   if (fits) {
@@ -202,7 +202,7 @@ unpacked().then((data) => {
   }
 
   function columns(indices) {
-    const drawn = (i) => (turns.drawn[i] ? `, first ${turns.drawn[i]} drawn` : "");
+    const drawn = (i) => (turns.drawn[i] ? `, first ${turns.drawn[i]} sampled` : "");
     const heading = (i) => temperature(turns.temperature[i]) + drawn(i);
     return el("div", { class: "columns" }, ...[...new Set(indices.map(heading))].map((name) =>
       el("div", {}, el("h4", {}, name), ...indices.filter((i) => heading(i) === name).map(turn))));
@@ -321,7 +321,7 @@ unpacked().then((data) => {
       return JSON.stringify({
         run: data.runs[contexts.run[c]], dataset: data.datasets[contexts.dataset[c]],
         context_id: contexts.id[c], condition: contexts.condition[c], temperature: turns.temperature[i],
-        drawn_tokens: turns.drawn[i] || "all", shown_after: SHOWN_AFTER[turns.decoy[i]],
+        sampled_tokens: turns.drawn[i] || "all", shown_after: SHOWN_AFTER[turns.decoy[i]],
         query: contexts.query[c], response: contexts.response[c], user_turn: turns.text[i], labels,
         log_p: turns.logprob[i], bits: bits && bits[i],
       });
@@ -401,7 +401,7 @@ unpacked().then((data) => {
         if (value && value !== "all" && values(name).includes(value)) place[name] = value;
       }
     }
-    if (drawn && place.temperature && place.temperature !== temperature(0)) place["drawn tokens"] = drawn;
+    if (drawn && place.temperature && place.temperature !== temperature(0)) place["sampled tokens"] = drawn;
     return place;
   }
 

@@ -64,10 +64,10 @@ def build_parser() -> argparse.ArgumentParser:
         help="after all (default), complete or unfinished responses",
     )
     counted.add_argument(
-        "--drawn-tokens",
+        "--sampled-tokens",
         type=whole_from(1),
         metavar="K",
-        help="of turns whose first K tokens were drawn and no others (default: drawn as a whole)",
+        help="of turns whose first K tokens alone were sampled (default: all tokens)",
     )
     counted.add_argument(
         "--by",
@@ -114,7 +114,7 @@ def _rates(args: argparse.Namespace) -> None:
 
     solved = args.by == CORRECT
     field = None if solved else args.by
-    last = args.after, field, args.drawn_tokens
+    last = args.after, field, args.sampled_tokens
     judged = read_runs(args.runs, args.judge, args.annotator, *last)
     print(f"estimating rates of {len(judged.turns):,} turns …", file=sys.stderr, flush=True)
     from ia_mech.display import console

@@ -131,8 +131,8 @@ def conclusion(estimates: pd.DataFrame, level: float = 0.95, fit: float = math.i
     }[change]
     numbers = estimate_of(found[RISE]).text(sign=True)
     return (
-        f"Sampling at T = {best:g} {said}: from greedy to sampled turns the rate, minus that after "
-        f"wrong conversations, changes by {numbers}."
+        f"Sampling at T = {best:g} {said}: the change from greedy turns, minus the control's, is "
+        f"{numbers}."
     )
 
 

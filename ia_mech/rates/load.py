@@ -74,7 +74,9 @@ class JudgedTurns:
     notes: list[str]  # what a reader has to know of how they were put together
     responses: str = EVERY  # after which the turns come
     by: str | None = None  # the field of the data whose values stand in for datasets
-    drawn_tokens: int | None = None  # of the sampled turns; None where they are drawn as a whole
+    sampled_tokens: int | None = (
+        None  # of the sampled turns; None where they are sampled as a whole
+    )
     foreign: frozenset[str] = frozenset()  # contexts that don't look English, if the judge reads it
     decoys: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=_DECOYS))
 
@@ -160,7 +162,7 @@ def read_runs(
     annotator: str | None = None,
     responses: str = EVERY,
     by: str | None = None,
-    drawn_tokens: int | None = None,
+    sampled_tokens: int | None = None,
 ) -> JudgedTurns:
     """Read runs with their labels, and check that they can be reported together.
 
@@ -168,8 +170,8 @@ def read_runs(
     only one if there is one (:data:`NO_ANNOTATOR`: none). ``responses`` is as for
     :func:`restrict_responses`. ``by`` is a field of the data: turns are then told apart by its
     values instead of by dataset. It may be ``dataset`` itself. Of sampled turns those count whose
-    first ``drawn_tokens`` tokens were drawn and no others; by default those that were drawn as a
-    whole.
+    first ``sampled_tokens`` tokens were sampled and no others; by default those that were
+    sampled as a whole.
 
     Raises:
         UserError: as :func:`open_runs`; a judge or an annotator has to be named;
@@ -188,7 +190,7 @@ def read_runs(
     earlier: list[tuple[Path, pd.MultiIndex]] = []
     foreign: set[str] = set()
     for run in runs:
-        own, own_decoys = _turns_and_decoys(run, judge, annotator, by, drawn_tokens)
+        own, own_decoys = _turns_and_decoys(run, judge, annotator, by, sampled_tokens)
         own[DEPENDENT] = dependent(own, runs, run)
         if highest(record) < math.inf:
             foreign.update(own["context"][own["context_id"].isin(_foreign(run))])
@@ -208,7 +210,7 @@ def read_runs(
             "controls these labels."
         )
     some = _pooled([frame for frame in decoys if len(frame)] or decoys[:1])
-    last = by, drawn_tokens, frozenset(foreign), some
+    last = by, sampled_tokens, frozenset(foreign), some
     judged = JudgedTurns(pooled, judge, record, annotator, runs, notes, EVERY, *last)
     judged = restrict_responses(judged, responses)
     lost = judged.decoys[["follow_up", "own_follow_up"]].isna().any(axis=1)
@@ -293,7 +295,7 @@ def choose_annotator(runs: list[Run], annotator: str | None) -> str | None:
 
 
 def _turns_and_decoys(
-    run: Run, judge: str, annotator: str | None, by: str | None, drawn_tokens: int | None
+    run: Run, judge: str, annotator: str | None, by: str | None, sampled_tokens: int | None
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """``turns`` of :class:`JudgedTurns` but for ``dependent``, and its ``decoys``."""
     if run.settings["first_tokens"]:
@@ -317,13 +319,15 @@ def _turns_and_decoys(
         turns["dataset"] = _groups(run, turns["context_id"], by)
     if there is None:
         turns["truth"] = turns["inclusion"] = np.nan
-    kept = run.drawn(turns, drawn_tokens).to_numpy()
+    kept = run.drawn(turns, sampled_tokens).to_numpy()
     sampled = (turns["temperature"] > 0).to_numpy()
-    if (sampled.any() or drawn_tokens) and not (kept & sampled).any():
+    if (sampled.any() or sampled_tokens) and not (kept & sampled).any():
         which = (
-            "drawn as a whole" if drawn_tokens is None else f"with --drawn-tokens {drawn_tokens}"
+            "sampled as a whole"
+            if sampled_tokens is None
+            else f"with --sampled-tokens {sampled_tokens}"
         )
-        counts = " or ".join(f"--drawn-tokens {k}" for k in run.settings["drawn_tokens"])
+        counts = " or ".join(f"--sampled-tokens {k}" for k in run.settings["sampled_tokens"])
         raise UserError(f"{run.path} has no sampled turns {which}", f"count others: {counts}")
     return turns[kept].reset_index(drop=True), decoys_of(run, judge, turns, kept)
 

@@ -88,7 +88,7 @@ def result_on(
     shown = "" if judged.responses == EVERY else f"-{judged.responses}"
     shown += "-pooled" if len(judged.runs) > 1 else ""
     shown += "" if judged.by is None else f"-by-{quote(judged.by, safe='')}"
-    shown += "" if judged.drawn_tokens is None else f"-drawn-{judged.drawn_tokens}"
+    shown += "" if judged.sampled_tokens is None else f"-sampled-{judged.sampled_tokens}"
     labellers = judged.judge, settings.get("annotator")
     known = judged.record.get("caveat", "").rstrip(".")
     counts = [without_response(run, judged.judge) for run in judged.runs]
@@ -106,7 +106,7 @@ def result_on(
             "gate": judged.gate.word,
             "settings": settings
             | {"responses": judged.responses, "by": judged.by}
-            | {"drawn_tokens": judged.drawn_tokens},
+            | {"sampled_tokens": judged.sampled_tokens},
         },
         **said,
     )
@@ -162,9 +162,9 @@ def _sentence(judged: JudgedTurns, of: pd.DataFrame, groups: pd.DataFrame, level
             f"{foreign} of the conversations {verb} look English, and the built-in judge was "
             "fitted on English: don't rely on its labels there."
         )
-    if (drawn := judged.drawn_tokens) is not None:
-        some = "token is" if drawn == 1 else f"{drawn} tokens are"
-        said.append(f"Of each sampled turn the first {some} drawn, and the rest is greedy.")
+    if (count := judged.sampled_tokens) is not None:
+        some = "token is" if count == 1 else f"{count} tokens are"
+        said.append(f"Of each sampled turn the first {some} sampled, and the rest is greedy.")
     if turns["unfinished"].any():
         said.append(f"{turns['unfinished'].mean():.0%} of the turns follow an unfinished response.")
     if judged.by is None:  # the rest doesn't depend on the field
@@ -442,6 +442,6 @@ def _notes(judged: JudgedTurns, rows: pd.DataFrame) -> list[str]:
         notes.append(
             "no annotator's labels correct these rates (ia-mech annotate export makes a sheet)."
         )
-    if len(judged.runs) == 1 and judged.responses == EVERY and judged.drawn_tokens is None:
+    if len(judged.runs) == 1 and judged.responses == EVERY and judged.sampled_tokens is None:
         notes = [*close_to_query(judged.runs[0], judged.judge), *notes]
     return notes + judged.notes

@@ -108,8 +108,8 @@ class Answer:
 
     @property
     def drawn(self) -> str:
-        """How many drawn tokens the sampled turns have, if they weren't drawn as a whole."""
-        return str(self.result.about.get("settings", {}).get("drawn_tokens") or "")
+        """How many sampled tokens the sampled turns have, if they weren't sampled as a whole."""
+        return str(self.result.about.get("settings", {}).get("sampled_tokens") or "")
 
     @property
     def sentences(self) -> list[list[str]]:

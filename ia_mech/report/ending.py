@@ -100,7 +100,7 @@ def control(run: Run, judge: str) -> Iterator[str]:
 
 def _sampling(run: Run, judge: str, folders: Sequence[Path]) -> str:
     """The conclusion of the run's rates by the judge; empty if there are none of today's labels."""
-    whole = {"responses": EVERY, "by": None, "drawn_tokens": None}
+    whole = {"responses": EVERY, "by": None, "sampled_tokens": None}
     for result in map(read, folders):
         about = result.about
         if (about["kind"], about.get("identities")) != ("rates", [run.identity_digest]):

@@ -172,7 +172,7 @@ def _frames(
         if found is not None:
             of_context = found.drop_duplicates("context_id").set_index("context_id")["probability"]
             contexts[f"probe {folder.name}"] = contexts["context_id"].map(of_context)
-    turns["drawn"] = turns["drawn_tokens"].where(~run.drawn(turns), 0)
+    turns["drawn"] = turns["sampled_tokens"].where(~run.drawn(turns), 0)
     texts, decoys = turns[[*KEY, "text", "drawn"]], []
     for judge in run.labels.judges:
         counted = rubric_of(run.labels.record("judgements", judge)).follow_ups
@@ -344,7 +344,7 @@ def columns_of(
             pd.MultiIndex.from_frame(turns[["run", "context_id"]])
         ).tolist(),
         "temperature": turns["temperature"].tolist(),
-        "drawn": turns["drawn"].tolist(),  # 0 where all tokens are drawn, or none
+        "drawn": turns["drawn"].tolist(),  # 0 where all tokens are sampled, or none
         "text": _texts(turns["text"]),
         "decoy": [DECOY_KINDS.index(kind) + 1 if kind else 0 for kind in turns["decoy"]],
         "labels": {

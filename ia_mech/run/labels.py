@@ -34,13 +34,13 @@ from ia_mech.cli import shell_word
 from ia_mech.errors import UserError
 from ia_mech.run import integrity
 
-KEY = ("context_id", "temperature", "sample", "drawn_tokens")  # names a user turn within its run
+KEY = ("context_id", "temperature", "sample", "sampled_tokens")  # names a user turn within its run
 
 _TURN = [
     ("context_id", pa.string()),
     ("temperature", pa.float64()),
     ("sample", pa.int32()),
-    ("drawn_tokens", pa.int32()),
+    ("sampled_tokens", pa.int32()),
     ("category", pa.string()),
     ("follow_up", pa.bool_()),
 ]

@@ -63,9 +63,9 @@ GENERATIONS = pa.schema(
         *_KEYS,
         ("response_unfinished", pa.bool_()),
         ("temperature", pa.float64()),
-        # How many of the turn's first tokens are drawn at its temperature; the rest is greedy. It
-        # is 0 for a greedy turn, and ``max_new_tokens`` for one that is drawn as a whole.
-        ("drawn_tokens", pa.int32()),
+        # How many of the turn's first tokens are sampled at its temperature; the rest is greedy. It
+        # is 0 for a greedy turn, and ``max_new_tokens`` for one that is sampled as a whole.
+        ("sampled_tokens", pa.int32()),
         ("sample", pa.int32()),
         ("text", pa.string()),
         ("finish_reason", pa.string()),
@@ -80,7 +80,7 @@ GENERATIONS = pa.schema(
 )
 
 
-DECODING = ("temperature", "drawn_tokens", "sample")  # tells the turns of a context apart
+DECODING = ("temperature", "sampled_tokens", "sample")  # tells the turns of a context apart
 # The columns of ``Run.turns``, which identify a turn. NAMES are texts that many turns share.
 NAMES = ("context_id", "source_id", "dataset", "perturbation")
 PLACE = ("order", "response_index", "response_unfinished", *DECODING)

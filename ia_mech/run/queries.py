@@ -38,8 +38,8 @@ class Query:
         dataset: the dataset of the query.
         contexts: a row per response, indexed from 0, with the columns of ``Run.contexts``, and
             ``run``, the folder it is from.
-        turns: a row per turn, greedy or drawn as a whole, with the columns of ``Run.generations``,
-            and ``followed``, the index of the response that it followed.
+        turns: a row per turn, greedy or sampled as a whole, with the columns of
+            ``Run.generations``, and ``followed``, the index of the response that it followed.
     """
 
     source: str

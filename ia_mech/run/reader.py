@@ -179,7 +179,7 @@ class Run:
 
     @cached_property
     def generations(self) -> pd.DataFrame:
-        """One row per generation: greedy (temperature 0) first, then by temperature, drawn tokens
+        """One row per generation: greedy (temperature 0) first, then by temperature, sampled tokens
         and sample."""
         return self._table("generations").to_pandas()
 
@@ -257,10 +257,10 @@ class Run:
         return frame
 
     def drawn(self, turns: pd.DataFrame, tokens: int | None = None) -> pd.Series:
-        """Of each of some turns whether it is greedy, or its first ``tokens`` tokens were drawn and
-        no others; None stands for all."""
+        """Of each of some turns whether it is greedy, or its first ``tokens`` tokens were sampled
+        and no others; None stands for all."""
         wanted = self.settings["max_new_tokens"] if tokens is None else tokens
-        return turns["drawn_tokens"].isin([0, wanted])
+        return turns["sampled_tokens"].isin([0, wanted])
 
     def decoding(self, temperature: float, drawn: int) -> str:
         """How turns were decoded: ``greedy``, ``T = 0.7``, or ``T = 0.7, first 3 tokens``."""

@@ -1,14 +1,14 @@
 """Make the published tables of a study from its run and its experiments' results.
 
     python docs/results/data/make.py FOLDER OUT
-    python docs/results/data/make.py drawn RUN OUT
+    python docs/results/data/make.py sampled RUN OUT
     python docs/results/data/make.py figures
 
 FOLDER holds run/ (with results of locate and of ``rates --by correct``) and bands/ (of locate
 --maps bands blocks); a table without its folder is left out.
-``verdicts.py`` then judges the turns. RUN of ``drawn`` was sampled with ``--drawn-tokens 1 3 all``;
-it may have labels of the annotators ``reader`` and ``second``, and results of ``mass`` and of
-``interchange`` and ``locate`` with ``--outcome mass``. Labels of first tokens, tables of
+``verdicts.py`` then judges the turns. RUN of ``sampled`` was made with ``--sampled-tokens 1 3
+all``; it may have labels of the annotators ``reader`` and ``second``, and results of ``mass`` and
+of ``interchange`` and ``locate`` with ``--outcome mass``. Labels of first tokens, tables of
 vectors, and the sites and siblings of Qwen, were added by hand.
 """
 
@@ -31,10 +31,8 @@ from experiments.outcome import (
 )
 from experiments.shown import Bars, Lines
 from ia_mech import Run
-from ia_mech.judge.rubric import FOLLOW_UP, OUT_OF_ROLE
 
 TURN = ["context_id", "temperature", "sample"]
-MOST = 40  # tokens of a turn
 DEPTHS = {"SmolLM2-135M": 30, "Qwen2.5-Coder-1.5B": 28}
 
 
@@ -87,9 +85,9 @@ def bits(folder: Path) -> pd.DataFrame:
     return pd.concat(found, ignore_index=True)
 
 
-def drawn(run: Run, folder: Path) -> dict[str, pd.DataFrame]:
-    """Turns by how many of their first tokens were drawn, first tokens, and moved masses."""
-    key, labels = [*TURN, "drawn_tokens"], run.labels
+def sampled(run: Run, folder: Path) -> dict[str, pd.DataFrame]:
+    """Turns by how many of their first tokens were sampled, first tokens, and moved masses."""
+    key, labels = [*TURN, "sampled_tokens"], run.labels
     judged = run.labelled("builtin")[[*key, "text", "category", "follow_up_probability"]]
     own = judged.rename(columns={"category": "judged", "follow_up_probability": "probability"})
     tables = {"contexts": contexts(run, folder)}
@@ -117,7 +115,7 @@ def drawn(run: Run, folder: Path) -> dict[str, pd.DataFrame]:
             columns += ["donor "] * (name == "siblings")
             columns = [f"{which}{arm}" for which in columns for arm in ARMS]
             tables[name] = pd.read_parquet(moved)[["source", by, "unchanged", *columns]]
-    renamed = {"context_id": "context", "drawn_tokens": "drawn"}
+    renamed = {"context_id": "context", "sampled_tokens": "sampled"}
     return {name: one.rename(columns=renamed) for name, one in tables.items()}
 
 
@@ -161,28 +159,8 @@ def estimates(models: dict[str, Path], names: dict[str, tuple[str, int]]) -> pd.
     return pd.DataFrame(rows)
 
 
-def by_drawn() -> Bars:
-    """Follow-ups, and turns in role, by how many of a turn's first tokens are drawn."""
-    turns = pd.read_parquet(Path(__file__).parent / "qwen2.5-coder-1.5b-instruct-new/turns.parquet")
-    labels = [turns["category"], turns["second_reading"]]  # of two annotators
-    what = {
-        "follow-ups": sum((one == FOLLOW_UP).astype(float) for one in labels) / 2,
-        "in role": sum((~one.isin(OUT_OF_ROLE)).astype(float) for one in labels) / 2,
-    }
-    rows = []
-    for count, name in {0: "greedy", 1: "first token", 3: "first three", MOST: "all"}.items():
-        mine = turns["drawn"] == count
-        for kind, counts in what.items():
-            each = counts[mine].groupby(turns["context"][mine]).mean()
-            reach = student_t.ppf(0.975, len(each) - 1) * each.sem()
-            rows.append({"term": name, "dataset": kind, "value": each.mean()})
-            rows[-1] |= {"low": each.mean() - reach, "high": each.mean() + reach}
-    title = "Qwen2.5-Coder-1.5B, 140 new queries: tokens drawn at T = 0.7, the rest greedy"
-    return Bars(title, "share of turns", pd.DataFrame(rows))
-
-
 def figures(models: dict[str, Path], out: Path) -> None:
-    """Sites, and windows of layers, of both models; and README's figure of drawn tokens."""
+    """Sites, and windows of layers, of both models."""
     parts = {"everything": OWN, "response and header": "response and header"}
     parts |= {"the response": "response", "the header": "header", "the query (control)": "query"}
     sites = {name: (f"written: {part}", -1) for name, part in parts.items()}
@@ -194,7 +172,7 @@ def figures(models: dict[str, Path], out: Path) -> None:
     rows = estimates(models, windows).dropna()
     words = "keys and values of the response, four layers alone", "middle layer", what
     lines = Lines(*words, rows, across="layer", by="dataset")
-    made = {"compare-models": bars, "compare-layers": lines, "drawn": by_drawn()}
+    made = {"compare-models": bars, "compare-layers": lines}
     for name, drawing in made.items():
         drawing.draw().savefig(out / f"{name}.png", dpi=150, bbox_inches="tight")
 
@@ -207,8 +185,8 @@ if __name__ == "__main__":
             "Qwen2.5-Coder-1.5B": "qwen2.5-coder-1.5b-instruct",
         }
         figures({name: data / folder for name, folder in both.items()}, data.parents[1] / "figures")
-    elif sys.argv[1] == "drawn":
+    elif sys.argv[1] == "sampled":
         given = Run.open(sys.argv[2])
-        write(drawn(given, given.path.parent), Path(sys.argv[3]))
+        write(sampled(given, given.path.parent), Path(sys.argv[3]))
     else:
         main(Path(sys.argv[1]), Path(sys.argv[2]))
