@@ -412,8 +412,8 @@ class Mass(Experiment):
             parts | {RATE + LESS: ("minus greedy, of covered", "+.2f")},
             index=("dataset", "decoding"),
             rows="conversations",
-            legend=f"{FIRST}: the follow-up mass, to which what isn't covered may add. Minus greedy, "
-            "of covered: the mass by what is covered, minus greedy. Once in role: follow-ups by "
+            legend=f"{FIRST}: the follow-up mass, to which what isn't covered may add. Minus "
+            "greedy, of covered: the mass by what is covered, minus greedy. Once in role: follow-ups by "
             f"turns that neither repeat the conversation nor speak as the assistant.{self._by}",
         )
         return [
