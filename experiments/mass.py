@@ -413,8 +413,8 @@ class Mass(Experiment):
             index=("dataset", "decoding"),
             rows="conversations",
             legend=f"{FIRST}: the follow-up mass, to which what isn't covered may add. Minus "
-            "greedy, of covered: the mass by what is covered, minus greedy. Once in role: follow-ups by "
-            f"turns that neither repeat the conversation nor speak as the assistant.{self._by}",
+            "greedy, of covered: mass / covered, minus greedy. Once in role: follow-ups by turns "
+            f"that neither repeat the conversation nor speak as the assistant.{self._by}",
         )
         return [
             *whole[:1],
