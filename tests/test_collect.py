@@ -85,7 +85,7 @@ def test_turns_go_on_from_an_opening_and_do_not_hold_it(tiny_subject, whole, tmp
     assert whole.contexts["real_follow_up_logprob"].notna().any()
     assert run.contexts["real_follow_up_logprob"].isna().all()
     print_run(run)
-    assert f"note: every turn goes on from {opening!r}" in capfd.readouterr().out
+    assert f"note: every turn continues {opening!r}" in capfd.readouterr().out
 
 
 # -- architectures --------------------------------------------------------------------------------

@@ -69,8 +69,8 @@ class PhaseProgress:
             self._warned = True
             self._progress.say(
                 f"note: {self._unfinished} of the first {self._written} responses didn't end "
-                f"within {self._allowance} tokens. They are drawn again, at most {self._draws} "
-                "draws for each; a query without enough finished ones is left out. You can stop "
+                f"within {self._allowance} tokens. They are sampled again, at most {self._draws} "
+                "times each; a query without enough finished responses is left out. You can stop "
                 "here and give a larger --max-response-tokens, in another --out"
             )
 
@@ -84,7 +84,7 @@ class PhaseProgress:
             self._ended += ended
             self._again += again
             note = f"{min(self._ended, self._rows)}/{self._rows} {self._unit}s, "
-            note += f"{self._again} drawn again, {doing}" if self._again else doing
+            note += f"{self._again} sampled again, {doing}" if self._again else doing
             if self._drawn and doing == "decoding":
                 note += f", {self._drawn / (time.monotonic() - self._begun):.0f} tokens/s"
             self._progress.advance(tokens, note + self.devices())

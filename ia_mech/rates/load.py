@@ -204,8 +204,8 @@ def read_runs(
     without = [run.name for run, frame in zip(runs, decoys, strict=True) if frame.empty]
     if 0 < len(without) < len(runs):
         notes.append(
-            f"in {', '.join(without)} no turn was shown after a wrong conversation: nothing "
-            "controls these labels."
+            f"in {', '.join(without)} no turn was shown after a wrong conversation: these labels "
+            "have no control."
         )
     some = _pooled([frame for frame in decoys if len(frame)] or decoys[:1])
     last = by, drawn_tokens, frozenset(foreign), some
@@ -239,8 +239,8 @@ def restrict_responses(judged: JudgedTurns, responses: str) -> JudgedTurns:
             f"count all responses: the {len(judged.turns)} turns come after the other kind",
         )
     note = (
-        f"{len(kept)} of {len(judged.turns)} user turns: those after {responses} responses. A "
-        "response that is unfinished is a different stimulus."
+        f"{len(kept)} of {len(judged.turns)} user turns: those after {responses} responses. Turns "
+        "after an unfinished response may only continue it."
     )
     notes = [*judged.notes, note]
     return replace(judged, turns=kept, decoys=decoys, notes=notes, responses=responses)
@@ -298,7 +298,7 @@ def _turns_and_decoys(
     """``turns`` of :class:`JudgedTurns` but for ``dependent``, and its ``decoys``."""
     if run.settings["first_tokens"]:
         raise UserError(
-            f"the turns of {run.path} go on from each of the likeliest first tokens: they are no "
+            f"the turns of {run.path} continue each of the likeliest first tokens: they are no "
             "sample",
             "give the run that ia-mech mass was given",
         )
@@ -321,7 +321,9 @@ def _turns_and_decoys(
     sampled = (turns["temperature"] > 0).to_numpy()
     if (sampled.any() or drawn_tokens) and not (kept & sampled).any():
         which = (
-            "drawn as a whole" if drawn_tokens is None else f"with --drawn-tokens {drawn_tokens}"
+            "with all tokens sampled"
+            if drawn_tokens is None
+            else f"with --drawn-tokens {drawn_tokens}"
         )
         counts = " or ".join(f"--drawn-tokens {k}" for k in run.settings["drawn_tokens"])
         raise UserError(f"{run.path} has no sampled turns {which}", f"count others: {counts}")
@@ -450,7 +452,7 @@ def _notes(runs: list[Run], turns: pd.DataFrame) -> list[str]:
         if few
     ]
     notes += [
-        f"turns of {run.name} go on from {run.settings['opening']!r}, which the judge doesn't see."
+        f"turns of {run.name} continue {run.settings['opening']!r}, which the judge doesn't see."
         for run in runs
         if run.settings["opening"] is not None
     ]
