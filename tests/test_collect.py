@@ -475,7 +475,7 @@ def test_a_failed_check_is_refused_or_recorded_and_shown_wherever_results_are(
     refused = call(main, words, capfd)
     assert refused.status == 2 and problem in refused.err and not (tmp_path / "run").exists()
     done = call(main, [*words, "--ignore-check"], capfd)
-    assert problem in done.err and f"start-up check: {problem}" in done.out
+    assert problem in done.err and f"start-up check found {problem}" in done.out
     run = done.run
     assert problem in run.sessions[0]["ignored_check"] and problem in run.ignored_check
     assert problem in facts(run)["start-up check"]
@@ -586,7 +586,7 @@ def test_the_bar_has_room_for_responses_that_are_drawn_again(progress):
     part.prefilled(0)
     assert progress.note.endswith("prefilling"), "no rate of decoding"
     part.redraw(2)
-    assert progress.note.startswith("4/4 responses, 2 drawn again, decoding")
+    assert progress.note.startswith("4/4 responses, 2 sampled again, decoding")
     for _ in range(5):
         part.decoded(2, 0, 0)
     assert progress.steps == 30 + 10
