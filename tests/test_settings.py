@@ -131,7 +131,7 @@ def test_the_rows_of_a_context():
     assert one.rows() == [(0.0, 0, 0), (0.5, 1, 0), (0.5, 3, 0), (0.5, 9, 0)]
     assert "--drawn-tokens 1 3 all" in one.command(Path("x"))
     for given in ("1 1", "9 all", "10", "-1", "some"):
-        with pytest.raises(UserError, match="sampled|drawn"):
+        with pytest.raises(UserError, match=r"sampled|drawn"):
             Settings(drawn_tokens=given, max_new_tokens=9)
 
 
