@@ -62,7 +62,7 @@ class Elicit(Arms):
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
         what = "the system prompt of further arms"
         parser.add_argument("--prompt", default=PROMPT, metavar="TEXT", help=what)
-        what = "what turns of further arms go on from"
+        what = "words with which turns of further arms begin"
         flag(parser, "--opening", str, OPENING, what, metavar="TEXT")
 
     def read(self) -> None:
@@ -109,12 +109,12 @@ class Elicit(Arms):
         sentence = self.tested(words, greedy, most=1)
         sentence += " " + self.tested("what the best other way of asking adds", gap, most=1)
         control = (
-            "From every rate that of the same turns after another response to the same query is "
-            "taken off. No way of asking is chosen on the queries that it is reported on. "
+            "Every rate is minus the rate of the same turns after siblings, other responses to "
+            "the same query. A way of asking is chosen on other queries than it is reported on. "
             f"{self.gate.short}."
         )
         if self.args.opening == OPENING and self.runs[0].model["name"] == NAME:
-            control += " The opening was found on this very model: it adds too much here."
+            control += " The opening was chosen on this model, so what it adds is too large here."
         return Conclusion(sentence, control)
 
 

@@ -318,27 +318,28 @@ class Experiment(ABC):
             usage=f"%(prog)s {run} [{run} …] [options]",
             description=cls.help(),
             epilog=f"Numbers go to RUN/results/{name}/, new turns to RUN-{name}/ beside RUN.\n"
-            "If it is interrupted, the same command goes on. Intervals are over queries.",
+            "The same command continues an interrupted one. Intervals are over queries.",
         )
         parser.add_argument("runs", nargs="+", type=kind, metavar=run, help="its folder")
         if cls.judged:
             parser.add_argument("--judge", metavar="NAME", help=JUDGE_HELP)
         if cls.queries_used is not None:
-            least, what = whole_from(2), "at most N queries, drawn by --seed"
+            least, what = whole_from(2), "at most N queries, chosen at random (--seed)"
             flag(parser, "--queries", least, cls.queries_used, what, metavar="N")
         if cls.loads:
             where = "where the runs' model is now (default: where it was)"
             parser.add_argument("--model", type=nonblank, metavar="PATH", help=where)
         cls.add_flags(parser)
         written = parser.add_argument_group("what is shown and written")
-        where = "where results and new turns go instead"
+        where = "folder for results and new turns instead"
         written.add_argument("--out", type=path_of, metavar="FOLDER", help=where)
         written.add_argument("--full", action="store_true", help="print all tables and notes")
-        written.add_argument("--dry-run", action="store_true", help="say what it takes, and stop")
+        stop = "print what would be computed, and stop"
+        written.add_argument("--dry-run", action="store_true", help=stop)
         add_workers(computing := parser.add_argument_group("what computes"))
         if cls.loads:
             add_ray(computing)
-        add_intervals(parser.add_argument_group("intervals"), seed="what is drawn")
+        add_intervals(parser.add_argument_group("intervals"), seed="all random choices")
         parser.set_defaults(command_line="")  # as it was given; empty where there was none
         return parser
 

@@ -1,21 +1,21 @@
-"""Does the share of sampled follow-ups travel with a state of the header?
+"""Does the share of sampled follow-ups travel with a hidden state of the header?
 
 For each query the recipient is a context whose greedy turn isn't a follow-up. Its two donors are
 contexts of other queries, one with a high share of follow-ups among its sampled turns and one with
 a low share. While the recipient is prefilled, its residual stream is set to a donor's, after one of
 four layers, at a token that all contexts have (turn end, separator, the header's tokens, the last
-of them). Then turns are sampled. Both donors are equally foreign: what a foreign state damages
-cancels in the difference of the two shares. As a share of the difference between the donors
-themselves it is 1 if the share travels with the state.
+of them). Then turns are sampled. Both donors are equally foreign, so the damage by a foreign state
+cancels in the difference of the two shares. This difference, divided by the difference between the
+donors themselves, is 1 if the share travels with the state.
 
 Controls: two donors of equal share; the recipient's own states, which may not change a bit; and the
 donors' first tokens, which are all that the last token's state after the last layer brings.
 
-With --outcome bits states of siblings are put in, and it is measured how many bits turns tell about
-the sibling, as in ia-mech locate. With --outcome mass nothing is drawn: the follow-up mass of
-ia-mech mass moves, with the state of the header's last token after every layer. A state holds all
-that was computed below it; with --component attn or mlp only what one layer adds to it is the
-donor's, of states that ia-mech capture keeps.
+With --outcome bits states of siblings are put in, and the command measures how many bits turns tell
+about the sibling, as ia-mech locate does. With --outcome mass nothing is sampled: the command
+measures how the follow-up mass of ia-mech mass moves with the state of the header's last token,
+after every layer. A state holds all that was computed below it. With --component attn or mlp only
+what one layer adds to the state is the donor's; ia-mech capture has to keep it first.
 
 Needs: a judged run with 16 or more sampled turns per context, and states at all positions.
 Cost: 68 contexts per query, each prefilled and sampled anew (60 queries of the embedded model: some

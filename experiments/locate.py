@@ -3,11 +3,11 @@
 The method is activation patching of keys and values. Of a query's four responses one is the
 recipient, the other three are candidates. The keys and values of one part (a site) come from a
 candidate, the rest of the context from the recipient, and a turn that followed a candidate is
-scored after these hybrids with each of the three. How well the scores tell which one it followed is
-what the site carries, in bits (at most log₂ 3): what it is enough for. What is lost without it
-stands beside that. After the candidates' own contexts the same turn tells all that it expresses.
-The control is the query as a site: its tokens are the same in all contexts. Recurrent layers have
-a state in place of keys and values: one more site.
+scored after these hybrids with each of the three. The scores tell which one it followed. How well
+they do is what the site carries, in bits (at most log₂ 3): what it is enough for. A second number
+says how many bits are lost without the site. Scored after the candidates' own contexts, the same
+turn tells all the bits that it expresses. The control is the query as a site: its tokens are the
+same in all contexts. Recurrent layers have a state in place of keys and values: one more site.
 
 Maps look closer, with one recipient per query:
 
@@ -19,8 +19,9 @@ Maps look closer, with one recipient per query:
 
 With --outcome follow-up turns are sampled after a recipient with one site of another query's
 context, with many or with few follow-ups; they are kept, and judged. With --outcome mass nothing is
-drawn: the follow-up mass of ia-mech mass moves. Donors are other queries' contexts, or with
---donors siblings other responses to the same query, of the highest and of the lowest mass.
+sampled: the command measures how the follow-up mass of ia-mech mass moves. Donors are other
+queries' contexts, or with --donors siblings other responses to the same query, of the highest and
+of the lowest mass.
 
 Needs: a run with four or more responses per query (sample with --response generate --responses 4).
 Cost: about 30,000 tokens a query with all four recipients and the usual maps; --dry-run counts.
@@ -390,13 +391,13 @@ class Bits(Grid):
             rows="queries",
             legend=(
                 f"{OWN}: what turns express; other lines: what this part of the context, or this "
-                "state, is enough for. The query has the same tokens in all contexts. Enough "
-                "for (sufficiency): these bits as a share of what is expressed. Beyond the first "
-                "token: minus the bits of the state that decides the first token alone (p: "
-                "Holm-corrected over lines). Lost without "
-                "(necessity): bits that go if only this part is another response's. "
-                "First tokens: the bits of each turn's first token alone; later ones: of its other "
-                "tokens. Left out where a fit on other queries finds nothing to read."
+                "state, is enough for. The query has the same tokens in all contexts. Enough for "
+                "(sufficiency): these bits as a share of what is expressed. Beyond the first "
+                "token: minus the bits of the state that alone decides the first token (p: "
+                "Holm-corrected over lines). Lost without (necessity): bits that are lost if "
+                "only this part is another response's. First tokens: the bits of each turn's "
+                "first token; later ones: of its other tokens. A number is left out where a fit "
+                "on other queries finds nothing to read."
             ),
         )
         made += tables_of(

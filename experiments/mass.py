@@ -1,19 +1,19 @@
 """How much of the first token's distribution leads to a follow-up?
 
-After each response, the likeliest first tokens of the user turn are taken that together hold 90% of
-the probability at T = 0.7 (at most 40). Each is gone on from greedily, and the turn is judged. The
-follow-up mass of a conversation is the probability of the first tokens whose turn is a follow-up.
-Greedy decoding sees the likeliest token alone. Nothing is sampled, so the mass has no sampling
-noise; it is the follow-up rate of turns whose first token is sampled and whose others are greedy.
-What the first tokens don't hold may be follow-ups or not: the mass is at least the number, and at
-most that plus the rest. The control is the mass of the same turns after a wrong conversation.
+After each response, the command takes the likeliest first tokens of the user turn that together
+have 90% of the probability at T = 0.7 (at most 40). The model continues each of them greedily, and
+the judge labels these turns. The follow-up mass of a conversation is the probability of the first
+tokens whose turn is a follow-up. Nothing is sampled, so the mass has no sampling noise. It is the
+follow-up rate of turns whose first token alone is sampled. Tokens that aren't covered may lead to
+follow-ups, too: the true mass lies between the number and the number plus the rest. The control is
+the mass of the same turns after a wrong conversation.
 
-The first response to each query is used, or more of them (--responses). In role: neither repeats
-the conversation nor speaks as the assistant; the mass is that in role times the share of follow-ups
-in it.
+The first response to each query is used, or more of them (--responses). A turn is in role if it
+neither repeats the conversation nor speaks as the assistant. The mass is the probability of turns
+in role, times the share of follow-ups among these.
 
-The judge errs. An annotator's labels of first tokens correct the masses: draw a sheet of the run of
-first tokens with ia-mech annotate export, import it, and give this command again.
+The judge errs. An annotator's labels correct the masses: export a sheet of the turns with ia-mech
+annotate export, import the filled sheet, and run this command again.
 
 Needs: a judged run. Cost: up to 40 greedy turns a query (60 queries of the embedded model: ten
 minutes on two cores).
@@ -201,9 +201,10 @@ class Mass(Experiment):
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
         add = partial(flag, parser)
         add("--temperature", above_zero, TEMPERATURE, "of the first token", metavar="T")
-        what = "probability that the first tokens hold together, at least"
+        what = "least probability that the first tokens have together"
         add("--share", coverage, 0.9, what, metavar="SHARE")
-        add("--responses", whole_from(1), 1, "finished ones to each query, at most", metavar="N")
+        what = "at most N finished responses to each query"
+        add("--responses", whole_from(1), 1, what, metavar="N")
         what = "whose labels of first tokens correct the masses (default: the only one)"
         add("--annotator", str, None, what, metavar="NAME")
 
@@ -405,16 +406,18 @@ class Mass(Experiment):
             ONCE_IN_ROLE: ("once in role", 2),
         }
         every, t = found[found["term"] == EVERY], f"T = {self.args.temperature:g}"
-        title = f"follow-ups by how much of a turn is sampled at {t}"
+        title = f"follow-ups by how many tokens are sampled at {t}"
+        labelled = "The judge's label says what the greedy turn is."
         whole = tables_of(
             f"{title} ({self.intervals})",
             every,
             parts | {RATE + LESS: ("minus greedy, of covered", "+.2f")},
             index=("dataset", "decoding"),
             rows="conversations",
-            legend=f"{FIRST}: the follow-up mass, to which what isn't covered may add. Minus "
-            "greedy, of covered: mass / covered, minus greedy. Once in role: follow-ups by turns "
-            f"that neither repeat the conversation nor speak as the assistant.{self._by}",
+            legend=f"{FIRST}: the follow-up mass; first tokens that aren't covered may add to it. "
+            "Minus greedy, of covered: mass / covered, minus greedy. Once in role: "
+            "the share of follow-ups among turns that neither repeat the conversation nor speak "
+            "as the assistant." + self._by,
         )
         return [
             *whole[:1],
@@ -424,7 +427,7 @@ class Mass(Experiment):
                 parts,
                 index=("term", "decoding"),
                 rows="conversations",
-                legend="What the greedy turn is, the judge says." if self.corrected_by else "",
+                legend=labelled if self.corrected_by else "",
             ),
             *whole[1:],
             *tables_of(
@@ -439,10 +442,10 @@ class Mass(Experiment):
                 index=("term", "layer"),
                 rows="conversations",
                 full=True,
-                legend="Covered: the probability of all first tokens that were gone on from. Where "
-                "it is small, the mass is, too, and says nothing of follow-ups: the lens reads "
-                "other tokens there, often other spellings of these words. Of what is covered: "
-                f"mass / covered, where {LEAST_COVERED} or more is.",
+                legend="Covered: the probability of all first tokens that were continued. Where "
+                "it is small, the mass is small, too, and says nothing about follow-ups: the lens "
+                "reads other tokens there, often other spellings of the same words. Of what is "
+                f"covered: mass / covered, where covered is {LEAST_COVERED} or more.",
             ),
             *tables_of(
                 "the first tokens that carry most of the follow-up mass",
@@ -478,12 +481,12 @@ class Mass(Experiment):
 
         rest = only(whole, REST)["value"].iloc[0]
         words = (
-            f"Greedy turns are follow-ups at a rate of {said(RATE, GREEDY)}; with the first token "
-            f"sampled at T = {self.args.temperature:g} it is {said(RATE, FIRST)} (at most "
-            f"{rest:.2f} more)"
+            f"The follow-up rate is {said(RATE, GREEDY)} for greedy turns, and "
+            f"{said(RATE, FIRST)} (at most {rest:.2f} more) if only the first token is sampled at "
+            f"T = {self.args.temperature:g}"
         )
         if all_sampled := said(RATE, WHOLE):
-            words += f", with all tokens sampled {all_sampled}"
+            words += f"; it is {all_sampled} if all tokens are sampled"
             held = said(HELD, FIRST, AS_SHARE)
             words += f"; the first token's share of the difference: {held}" if held else ""
         control = f"{self.gate.short}."

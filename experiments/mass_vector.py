@@ -1,13 +1,13 @@
 """Does a vector at the user header that raises the follow-up mass change the greedy turn, too?
 
 ``ia-mech mass`` tells which first tokens of a user turn lead to a follow-up. On half of the
-queries, a vector that makes these tokens likely is learned by gradient; it is added to the state of
-the header's last token after one layer. On the other half, the mass of the same tokens is measured
-under it, and greedy turns are written and judged. After that the halves change places. The control
-is learned in the same way after the labels of first tokens have changed places at random within
-each conversation. Each vector has the dose at which its KL at the header is --kl on 24
-conversations of the half that learned it. Intervals are over queries, for these very vectors. Each
-layer is a command of its own (with its own --out); p values of several aren't corrected together.
+queries, the command learns by gradient a vector that makes these tokens likely. The vector is added
+to the state of the header's last token after one layer. On the other half, the mass of the same
+tokens is measured under the vector, and greedy turns are written and judged. Then the halves change
+places. The control is a vector learned in the same way from labels that were permuted within each
+conversation. Each vector has the dose at which its KL at the header is --kl on 24 conversations of
+the half that learned it. Intervals are over queries, for these very vectors. Each layer is a
+command of its own (with its own --out); p values of several aren't corrected together.
 
 Needs: ``ia-mech mass`` of each run by the same judge, and a model whose passes have gradients.
 Cost: minutes (135M, two cores), and two greedy turns after each conversation.

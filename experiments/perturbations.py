@@ -1,11 +1,11 @@
-"""What of the response does the next user turn depend on?
+"""Which edits of the response change the next user turn?
 
 Each conversation is changed in one respect (--conditions) and sampled again with the same random
-numbers. The judge is shown each turn after the conversation that the model was given, and after the
-unchanged one: a turn that was written without the response may still fit it, by topic or by luck.
-Real follow-ups are scored in each changed context. Differences are paired by query; a conversation
-that a change leaves as it is doesn't count for that change. The control is the rate of turns that
-were written without any conversation (header_only): only their form can please a judge.
+numbers. The judge is shown each turn after the conversation that the model was given, and after
+the unchanged one: a turn that was written without the response may still fit it, by topic or by
+luck. Real follow-ups are scored after each changed conversation. Differences are paired by query. A
+conversation that a change doesn't alter doesn't count for that change. The control is the rate of
+turns that were written without any conversation (header_only): a judge can like only their form.
 
 Needs: judged runs; real follow-ups for the likelihoods. Cost: eight times the sampling of as many
 turns (48 queries of the embedded model, 5 turns each: some fifteen minutes on a CPU).
@@ -139,14 +139,14 @@ class Perturbations(Arms):
     words = NAMES
     title = "follow-ups to the unchanged response"
     legend = (
-        "The judge is shown the unchanged response, whatever the model was given (labels "
-        f"builtin{ON_UNPERTURBED} of the built-in judge). Minus unchanged: over the conversations "
-        "that the change alters, not over all of the first line."
+        "The judge is shown the unchanged response, whatever the model was given (the built-in "
+        f"judge's labels are named builtin{ON_UNPERTURBED}). Minus unchanged: over the "
+        "conversations that the change alters; the first line has all conversations."
     )
 
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
-        turns = "turns of the lowest temperature, of those that the run has"
+        turns = "turns of each conversation, at the run's lowest temperature"
         flag(parser, "--samples", whole_from(1), 4, turns, metavar="N")
         each = "; ".join(f"{name}: {one.shown}" for name, one in CONDITIONS.items())
         of, every = f"changes to make (default: all). {each}", list(CONDITIONS)
@@ -203,10 +203,10 @@ class Perturbations(Arms):
         rng = np.random.default_rng(list(key))
         swap = other_response(those, tokens, order, rng) if name == SWAP else ""
         if swap is None:
-            return "of whose dataset the runs have no other response to another query"
+            return "with no response to another query of their dataset"
         changed = apply_condition(those[order], name, rng, swap)
         if changed is None:
-            return "that the change leaves as it is"
+            return "that the change doesn't alter"
         context, turn = context_and_real_follow_up(self.chat, changed)
         longest = max(settings["max_new_tokens"], 0 if turn is None else len(turn.whole))
         if len(context.ids) + longest > (context_limit(self.config) or np.inf):

@@ -4,8 +4,8 @@ Every turn is scored after each of the K responses to its query. The more one re
 the turn's likelihood, the more bits the turn tells about which response it followed; no judge is
 needed. The mean is I_K, the mutual information of turn and response given the query, at most log2
 K. Unfinished responses are left out: a turn may go on with their text. The control is the same
-number for K wordings of one response, which the model writes itself: what different responses have
-beyond that is content. One fixed reader of all turns tells greedy turns from sampled ones.
+number for K wordings of one response, which the model writes itself: bits beyond the control are
+about content. One fixed reader scores all turns, so that greedy and sampled ones can be compared.
 
 Needs: runs with several responses per query, better eight than four. Cost: sampling a third of the
 runs again for the control, and a second or two per turn to score on a CPU (135M).
@@ -185,7 +185,7 @@ class Reaction(Experiment):
 
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
-        add, most = partial(flag, parser), "at most N queries, drawn by --seed (default: all)"
+        add, most = partial(flag, parser), "at most N queries, chosen by --seed (default: all)"
         add("--queries", whole_from(2), None, most, metavar="N")
 
     # -- what is read and sampled -----------------------------------------------------------------

@@ -1,12 +1,12 @@
 """Can a direction in the residual stream move the user's turns, more than other directions do?
 
 A direction is added to the residual stream, and the run's turns are scored again: do turns that the
-judge calls follow-ups become likelier than other turns after the same context? The direction is the
-logistic one of a probe (--probe), added where the probe reads, or that of a file (--vector), added
-where the file says. The control is other directions: probes whose labels queries have exchanged;
-for a file, random directions with the covariance of the states. Each has the dose at which the
-first token's distribution moves by one KL (--kl). Half of the queries choose the doses, and results
-are of the other half.
+judge calls follow-ups become likelier than other turns after the same response? The direction is
+the logistic one of a probe (--probe), added where the probe reads, or that of a file (--vector),
+added where the file says. The control is other directions: probes fitted to permuted labels, or for
+a file random directions with the covariance of the states. Each direction has the dose at which the
+first token's distribution moves by the same KL (--kl). Doses are chosen on half of the queries, and
+results are of the other half.
 
 Needs: a judged run with several sampled turns per context. Cost: half an hour on a CPU (135M).
 

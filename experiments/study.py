@@ -1,12 +1,12 @@
 """How often do user turns follow up, and where in the model is that decided?
 
 One command for a whole study of one model. The model writes several responses to each query, and
-after each a greedy user turn, turns of which the first token alone is sampled at T = 0.7, and turns
-of which all tokens are. A judge labels the turns. The first sentences say how often they are
-follow-ups, and whether sampling brings out follow-ups that greedy decoding hides (latent ones).
-Then come what the first token holds, how many bits turns tell about their response, and which
-states carry these. One page reports it all. Every stage is also a command of its own; --dry-run
-lists them. If the study is stopped, the same command continues.
+after each a greedy user turn, turns whose first token alone is sampled at T = 0.7, and turns with
+all tokens sampled. A judge labels the turns. The first sentences say how often they are follow-ups,
+and whether sampling brings out follow-ups that greedy decoding hides (latent ones). Further
+sentences say how much the first token decides, how many bits turns tell about their response, and
+which states carry these bits. One page reports it all. Every stage is also a command of its own;
+--dry-run lists them. If the study is stopped, the same command continues.
 
 Needs: a model. Cost: the embedded model (135M) on two cores takes some two hours, with --quick
 ten minutes.
@@ -214,7 +214,9 @@ def build_parser() -> Parser:
     add, switch = partial(flag, parser), partial(parser.add_argument, action="store_true")
     add("--dataset", nonblank, "builtin:study", "of the queries", metavar="DATA")
     add("--queries", whole_from(4), None, "(default: 60)", metavar="N")
-    judge = "and its flags, as of ia-mech judge run: 'llm --model NAME' (default: builtin, English)"
+    judge = (
+        "judge and flags, as for ia-mech judge run: 'llm --model NAME' (default: builtin, English)"
+    )
     add("--judge", judge_words, None, judge, metavar="JUDGE")
     turns = "turns per conversation and temperature (default: 4)"
     add("--samples", whole_from(1), None, turns, metavar="N")
@@ -222,15 +224,15 @@ def build_parser() -> Parser:
     add("--maps", str, None, maps, nargs="*", choices=MAPS, metavar="MAP")
     fewer = "of the stage locate, 1 to 4: fewer take less time and give wider intervals "
     add("--recipients", int, None, f"{fewer}(default: 4)", choices=range(1, 5), metavar="N")
-    as_they_come = "take responses as they come, cut off or not, instead of drawing finished ones"
+    as_they_come = "take the first responses, cut off or not, instead of sampling finished ones"
     switch("--unfinished", help=as_they_come)
     switch("--skip-unusable", help="leave out rows that can't be used, instead of refusing")
     switch(
         "--quick",
         help=f"{QUICK['queries']} queries, one sample, one recipient; without {LEFT_OUT_QUICK}",
     )
-    add("--out", path_of, None, "where all of it goes (default: cache/study-MODEL)", metavar="DIR")
-    switch("--dry-run", help="say what is done, and stop")
+    add("--out", path_of, None, "folder of the study (default: cache/study-MODEL)", metavar="DIR")
+    switch("--dry-run", help="print the commands, and stop")
     add_workers(parser)
     add_ray(parser)
     return parser

@@ -1,11 +1,11 @@
-"""What does temperature do to the user turn, and how deep does greedy decoding hide follow-ups?
+"""What does temperature change in user turns, and how far from the greedy turn are follow-ups?
 
 - Follow-up rates by temperature, and their difference from greedy turns of the same queries. The
-  control is the floor: how often the judge calls the same turns follow-ups after a wrong
-  conversation.
+  control is how often the judge calls the same turns follow-ups after a wrong conversation.
 - The first token's distribution at many temperatures, from the header's logits.
-- Where greedy decoding leaves each sampled turn, and whether follow-ups lie deeper than others
-  after the same response at the same temperature.
+- The first token at which a sampled turn differs from the greedy one, and whether follow-ups lie
+  deeper (the greedy token is likelier there) than other turns after the same response at the same
+  temperature.
 - From which layer on, by the logit lens at header_last, the token that opens the greedy turn stays
   ahead of those that open follow-ups of other queries.
 
@@ -143,8 +143,8 @@ class TemperatureSweep(Experiment):
             self.notes.append(f"{missing} of {len(self.turns)} turns were not assessed.")
         if unfinished := int(self.turns["unfinished"].sum()):
             self.notes.append(
-                f"{unfinished} of {len(self.turns)} turns come after an unfinished response, "
-                "another stimulus: ia-mech rates --responses complete leaves them out."
+                f"{unfinished} of {len(self.turns)} turns follow an unfinished response: ia-mech "
+                "rates --after complete leaves them out."
             )
 
     def rows(self) -> pd.DataFrame:
@@ -219,8 +219,9 @@ class TemperatureSweep(Experiment):
             {LEFT[name]: (name, 2 * (name == "gap")) for name in LEFT},
             index=("dataset", "temperature", "term"),
             rows="turns",
-            legend="Medians at the first token that isn't greedy's: its number, its rank, and the "
-            "gap, log p of greedy's token minus its own at T = 1, nats.",
+            legend="Medians at the first token that differs from the greedy turn's: its number, "
+            "its rank, and the gap (log p of the greedy token minus that of this token at T = 1, "
+            "in nats).",
         )
         made += tables_of(
             f"do follow-ups lie deeper? ({self.intervals})",
@@ -228,9 +229,9 @@ class TemperatureSweep(Experiment):
             {DEEPER: ("gap minus others'", 2)},
             index=("dataset", "temperature", "term"),
             rows="follow-ups",
-            legend="Gap minus others': by how many nats greedy's token is likelier where a "
-            "follow-up leaves the greedy turn, minus the same of other turns after the same "
-            f"response at the same temperature. {tested}",
+            legend="Gap minus others': by how many nats the greedy token is likelier where a "
+            "follow-up leaves the greedy turn, minus the same number for other turns after the "
+            f"same response at the same temperature. {tested}",
         )
         first: dict[str, tuple[str, int | str]] = {
             "first token's entropy": ("entropy", 2),
@@ -286,8 +287,8 @@ class TemperatureSweep(Experiment):
         less, deeper = only(found, RATE_DIFFERENCE), only(found, DEEPER, term=OTHER_TURNS[0])
         changed = shown_changes(
             less,
-            "Turns are follow-ups less often than greedy turns, by",
-            "Turns are follow-ups more often than greedy turns, by",
+            "Sampled turns are follow-ups less often than greedy turns, by",
+            "Sampled turns are follow-ups more often than greedy turns, by",
         )
         could = could_show(all_datasets(less)["detectable"].max(), most=1) if len(less) else ""
         null = f"No temperature is shown to change the follow-up rate{f' ({could})' * bool(could)}"

@@ -58,7 +58,8 @@ def _add_export(commands) -> None:
         "table to fill\nin (CSV): query, response and turn in random order, without model, "
         "temperature, judge\nor real follow-up. Stratified by a judge's labels, so that rare "
         "categories are seen, or,\nof first tokens (ia-mech mass), by how likely they are; the "
-        "inclusion probabilities stay in\nthe run, for weighting. Decoys are mixed in. Nothing is "
+        "inclusion probabilities stay in\nthe run, for weighting. Turns after wrong conversations "
+        "are mixed in. Nothing is "
         "overwritten.",
     )
     parser.set_defaults(function="export_command")
@@ -70,7 +71,7 @@ def _add_export(commands) -> None:
         help="turns (default: 200, or all); a quarter as many are added after wrong conversations",
     )
     add("--judge", metavar="NAME", help=f"by {JUDGE_HELP}")
-    add("--seed", type=whole_from(0), default=0, help="of the sampling (default: 0)")
+    add("--seed", type=whole_from(0), default=0, help="seed of the choice of turns (default: 0)")
     add(
         "--out",
         type=path_of,
@@ -91,7 +92,7 @@ def _add_import(commands) -> None:
     add("run", type=run_folder, help="the run that the sheet was exported from")
     add("file", type=path_of, help="the sheet, as the page saved it or a spreadsheet")
     add("--annotator", required=True, help="who filled it in; a name for the file")
-    add("--replace", action="store_true", help="replace labels of this annotator that are there")
+    add("--replace", action="store_true", help="replace this annotator's labels in the run")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import Any, NoReturn, TextIO
 from ia_mech.errors import UserError, exhaustion
 
 RUN = "run.json"  # what makes a folder a run
-JUDGE_HELP = "whose labels (default: the only judge's, or the built-in judge's)"
+JUDGE_HELP = "judge whose labels count (default: the only one, or the built-in judge)"
 NOTHING = 3  # the exit status of a command that ended as it should, with nothing usable
 
 # What OpenMP, MKL and OpenBLAS (in NumPy and SciPy) read when they are loaded.
@@ -151,7 +151,7 @@ def add_workers(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> No
     parser.add_argument(
         "--workers", type=threads, metavar="N", help="parts at a time (default: one per core)"
     )
-    _add_threads(parser, "of each worker (default: the cores' share)")
+    _add_threads(parser, "threads of each worker (default: the cores' share)")
 
 
 def add_ray(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
@@ -205,7 +205,7 @@ def add_intervals(group: argparse._ArgumentGroup, seed: str) -> None:
         default=2000,
         help="bootstrap samples, where an interval is made from them (default: 2000)",
     )
-    group.add_argument("--seed", type=whole_from(0), default=0, help=f"of {seed} (default: 0)")
+    group.add_argument("--seed", type=whole_from(0), default=0, help=f"seed of {seed} (default: 0)")
 
 
 def number(text: str) -> float:

@@ -17,29 +17,32 @@ COMMANDS = {
         "let a model write user turns; keep its states and logits",
     ),
     "capture": ("ia_mech.collect.capture", "add states of any token of contexts and turns"),
-    "judge": ("ia_mech.judge.__main__", "label turns: is it a follow-up?; agreement of labels"),
-    "rates": ("ia_mech.rates.__main__", "how often turns are follow-ups, and against what control"),
+    "judge": ("ia_mech.judge.__main__", "label turns (is it a follow-up?); compare labels"),
+    "rates": ("ia_mech.rates.__main__", "how often turns are follow-ups, and a check of the judge"),
     "report": ("ia_mech.report.__main__", "one page with all results on a run, and its turns"),
     "annotate": ("ia_mech.annotate", "a page to label turns by hand, which hides the judge"),
-    "study": ("experiments.study", "sample, judge and analyse a model, on one page"),
+    "study": ("experiments.study", "all steps and experiments on one model, on one page"),
     "compare": ("experiments.compare", "several studies side by side"),
-    "probes": ("probes.train", "where in the model labels can be read"),
+    "probes": ("probes.train", "in which layers labels can be read"),
     "reaction": ("experiments.reaction", "how many bits turns tell about their response"),
     "locate": ("experiments.locate", "activation patching: which keys and values carry these bits"),
-    "interchange": ("experiments.interchange", "whether follow-ups travel with a state"),
+    "interchange": (
+        "experiments.interchange",
+        "whether another conversation's state changes the rate",
+    ),
     "steering": ("experiments.steering", "whether adding a direction changes the turn"),
     "elicit": ("experiments.elicit", "what brings out more follow-ups than greedy decoding"),
-    "perturbations": ("experiments.perturbations", "which parts of the response matter"),
-    "mass": ("experiments.mass", "how likely first tokens are that lead to follow-ups"),
-    "mass-vector": ("experiments.mass_vector", "a vector that is learned to raise that mass"),
+    "perturbations": ("experiments.perturbations", "which edits of the response change turns"),
+    "mass": ("experiments.mass", "the follow-up mass: how likely first tokens lead to follow-ups"),
+    "mass-vector": ("experiments.mass_vector", "learn a vector that raises the follow-up mass"),
     "temperature-sweep": ("experiments.temperature_sweep", "how turns change with temperature"),
     "post-training": ("experiments.post_training", "train on user turns"),
 }
 GROUPS = {  # heading → the first of its commands
-    "one step after another": "sample",
-    "all of that at once": "study",
-    "where it can be read": "probes",
-    "what moves it": "interchange",
+    "step by step": "sample",
+    "all steps at once": "study",
+    "where in the model": "probes",
+    "what changes follow-ups": "interchange",
 }
 
 
@@ -52,7 +55,8 @@ def usage() -> str:
             lines.append(heading[name])
         lines.append(f"  {name:<18}{about}")
     first = (
-        f"first: {program()} sample --limit 60 --out cache/sixty; then the command after 'next:'"
+        f"first: {program()} sample --limit 60 --out cache/sixty; then run what it prints after "
+        "'next:'"
     )
     return "\n".join([*lines, "", first, "ia-mech COMMAND --help explains each."])
 

@@ -337,8 +337,8 @@ def few_sources(estimates: pd.DataFrame) -> list[str]:
     if not names:
         return []
     note = (
-        f"{', '.join(names)}: some intervals are of fewer than {FEW_SOURCES} queries. Take them as "
-        "rough: how often such intervals hold the true value was not tested."
+        f"{', '.join(names)}: some intervals are of fewer than {FEW_SOURCES} queries. Read them as "
+        "rough: we did not test how often such intervals contain the true value."
     )
     flipped = estimates[estimates["test"].str.contains("sign flip", na=False)]
     least = flipped.groupby("dataset", sort=False)["sources"].min().rename({ALL: TOGETHER})
@@ -346,7 +346,7 @@ def few_sources(estimates: pd.DataFrame) -> list[str]:
     for count, of in too_few.groupby(too_few):
         note += (
             f" Some tests have {count} quer{'y' if count == 1 else 'ies'} ({', '.join(of.index)}): "
-            f"by flipping signs they give no p below {2.0 ** (1 - count):.2g}, however large the "
+            f"sign flips of so few give no p below {2.0 ** (1 - count):.2g}, however large the "
             "effect."
         )
     return [note]

@@ -368,7 +368,8 @@ def _damaged(folder: Path, error: Exception) -> UserError:
 
 def control_of(result: Result) -> str:
     """The control of a result, which begins with that word."""
-    return f"{'' if result.control.startswith('Control ') else 'Control: '}{result.control}"
+    alone = result.control.startswith("Judge's control ")
+    return f"{'' if alone else 'Control: '}{result.control}"
 
 
 def sentences_of(text: str) -> list[str]:

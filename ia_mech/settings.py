@@ -217,7 +217,11 @@ class Settings:
     dataset: str = _setting("builtin", FIRST, "DATA", "builtin, a file, a preset or a hub id")
     limit: int | None = _setting(24, FIRST, "N", "how many conversations, or: all", _limit)
     temperatures: tuple[float, ...] = _setting(
-        (0.7, 1.0), FIRST, "T", "besides greedy, which is always there", _temperature
+        (0.7, 1.0),
+        FIRST,
+        "T",
+        "of sampled turns; greedy turns are always written, too",
+        _temperature,
     )
     samples: int = _setting(4, FIRST, "N", "user turns per temperature", whole_from(1, most=MOST))
 
@@ -249,19 +253,21 @@ class Settings:
     subset: str | None = _setting(None, DATA, "NAME", "configuration of a hub dataset")
     split: str | None = _setting(None, DATA, "NAME", "split of a hub dataset")
     format: str = _choice(FORMATS, DATA)
-    id_column: str | None = _column("ids")
-    source_column: str | None = _column("ids of the original prompt, where rows share one")
+    id_column: str | None = _column("ids of conversations")
+    source_column: str | None = _column("ids of the query, where rows share one")
     messages_column: str | None = _column("the list of messages or turns")
     query_column: str | None = _column("the user's query")
     response_column: str | None = _column("the assistant's response")
-    followup_column: str | None = _column("real follow-up: what the user really said next")
+    followup_column: str | None = _column("the real follow-up: what the user really said next")
     answer_column: str | None = _column("the gold answer")
     system_column: str | None = _column("the system message")
     context_column: str | None = _column("a passage that the query is about")
     metadata_columns: tuple[str, ...] = _setting(
-        (), DATA, "NAME", "columns, fields of messages too, that aren't part of the conversation"
+        (), DATA, "NAME", "columns (or fields of messages) that aren't part of the conversation"
     )
-    cut: str = _choice(CUTS, DATA, "after the first response, or before the last user turn")
+    cut: str = _choice(
+        CUTS, DATA, "cut conversations after the first response, or before the last user turn"
+    )
     skip_unusable: bool = _switch(DATA, "leave out rows that can't be used, instead of refusing")
 
     response: str = _choice(
@@ -271,27 +277,31 @@ class Settings:
         1,
         RESPONSES,
         "K",
-        "the model writes K finished ones to each query",
+        "let the model write K finished responses to each query",
         whole_from(1, most=MOST),
     )
     unfinished: bool = _switch(
-        RESPONSES, "of several, take the first K as they come: cut off, or alike"
+        RESPONSES, "with --responses K, keep the first K, also those cut off or alike"
     )
     response_temperature: float = _setting(
-        None, RESPONSES, "T", "0 is greedy (default: 0, of several 1)", _temperature_or_zero
+        None,
+        RESPONSES,
+        "T",
+        "of responses; 0 is greedy (default: 0, or 1 with --responses)",
+        _temperature_or_zero,
     )
     max_response_tokens: int = _setting(
         512,
         RESPONSES,
         "N",
-        "thought included; a longer one is unfinished",
+        "most tokens of a response, with its thought; a longer one is unfinished",
         whole_from(1, most=MOST),
     )
     system: str | None = _setting(
         None, RESPONSES, "TEXT", "system message (default: the template's own, if any)", utf8
     )
     thinking: str = _choice(
-        ("template", "keep"), RESPONSES, "as the template has earlier responses, or keep all"
+        ("template", "keep"), RESPONSES, "keep earlier thoughts as the template does, or keep all"
     )
     chat_template: str | None = _setting(
         None,
@@ -304,35 +314,41 @@ class Settings:
         None,
         RESPONSES,
         "KEY=VALUE",
-        "what the chat template reads, such as enable_thinking=false",
+        "a variable of the chat template, such as enable_thinking=false",
         _option,
         mapping=True,
     )
     date: str = _setting(
-        PINNED_DATE, RESPONSES, "DATE", "for templates that print today's date", _date
+        PINNED_DATE, RESPONSES, "DATE", "the date for templates that print today's", _date
     )
 
-    max_new_tokens: int = _setting(40, TURNS, "N", "of a user turn", whole_from(1, most=MOST))
+    max_new_tokens: int = _setting(
+        40, TURNS, "N", "most tokens of a user turn", whole_from(1, most=MOST)
+    )
     opening: str | None = _setting(
-        None, TURNS, "TEXT", "words that every user turn is made to go on from", _opening
+        None, TURNS, "TEXT", "words with which every user turn is forced to begin", _opening
     )
     sampled_tokens: tuple[int | str, ...] = _setting(
-        (ALL,), TURNS, "K", "sample a turn's first K tokens, the rest is greedy; or: all", _drawn
+        (ALL,),
+        TURNS,
+        "K",
+        "how many first tokens of a turn are sampled (the rest is greedy), or: all",
+        _drawn,
     )
     first_tokens: float | None = _setting(
         None,
         TURNS,
         "SHARE",
-        "sample nothing: go on greedily from each of the likeliest first tokens that together have "
+        "sample nothing: continue greedily each of the likeliest first tokens that together have "
         f"this probability at T, at most {MOST_FIRST}",
         coverage,
     )
-    seed: int = _setting(0, TURNS, "N", "of the sampling", whole_from(0))
+    seed: int = _setting(0, TURNS, "N", "seed of the sampling", whole_from(0))
     positions: tuple[str, ...] = _setting(
         ("all",), TURNS, "P", "where the residual stream is kept: all, header, or names"
     )
     header_logits: str = _choice(
-        ("full", "none"), TURNS, "those at the context's end: full or none"
+        ("full", "none"), TURNS, "keep the logits at the header's end: full or none"
     )
     batch_rows: int | None = _setting(
         None,
@@ -347,7 +363,7 @@ class Settings:
     )
 
     ignore_check: bool = _switch(
-        RUN, "go on although the engine's start-up check fails; the run says so"
+        RUN, "go on if the engine's start-up check fails; the run records that"
     )
 
     def __post_init__(self) -> None:
@@ -436,8 +452,7 @@ class Settings:
             )
         if self.first_tokens and (len(self.temperatures) != 1 or counts != [ALL]):
             raise UserError(
-                "each of the first tokens is gone on from greedily, by their probability at one "
-                "temperature",
+                "first tokens are chosen by their probability at one temperature",
                 "give one of --temperatures, and no --sampled-tokens",
             )
         return *fewer, *(k for k in counts if k == ALL)

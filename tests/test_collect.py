@@ -85,7 +85,7 @@ def test_turns_go_on_from_an_opening_and_do_not_hold_it(tiny_subject, whole, tmp
     assert whole.contexts["real_follow_up_logprob"].notna().any()
     assert run.contexts["real_follow_up_logprob"].isna().all()
     print_run(run)
-    assert f"note: every turn goes on from {opening!r}" in capfd.readouterr().out
+    assert f"note: every turn continues {opening!r}" in capfd.readouterr().out
 
 
 # -- architectures --------------------------------------------------------------------------------
@@ -475,7 +475,7 @@ def test_a_failed_check_is_refused_or_recorded_and_shown_wherever_results_are(
     refused = call(main, words, capfd)
     assert refused.status == 2 and problem in refused.err and not (tmp_path / "run").exists()
     done = call(main, [*words, "--ignore-check"], capfd)
-    assert problem in done.err and f"start-up check: {problem}" in done.out
+    assert problem in done.err and f"start-up check found {problem}" in done.out
     run = done.run
     assert problem in run.sessions[0]["ignored_check"] and problem in run.ignored_check
     assert problem in facts(run)["start-up check"]

@@ -116,7 +116,7 @@ def test_everything_is_written_into_the_first_run_and_printed(copied, count):
     assert page.startswith("next: ") and page.endswith(f"ia-mech report {run.path}")
     said = [
         "Too few queries (3) to show anything.\nThere are some.\n",
-        "Control: Nothing controls judge me: no turn was shown to it after a wrong conversation",
+        "Control: There is no control of judge me: it was shown no turn after a wrong conversation",
         "a table",
         "a [note]⏎in a line",
         "fewer than 24 queries",

@@ -112,7 +112,7 @@ def test_the_built_in_judge_labels_every_turn(judge, run):
     assert builtin_judge().caveat in outcome.out
     distinct, shown = len(all_items(run, "builtin")), len(run.labels.decoys("builtin"))
     after = "a wrong conversation"
-    judged = f"{ROWS} turns + {shown} decoys (turns shown after {after}), {distinct} distinct"
+    judged = f"{ROWS} turns + {shown} turns after {after}, {distinct} distinct"
     assert f"judged {judged}, in " in outcome.out
     lines = outcome.out.splitlines()
     labels = [line.rsplit(" → ")[1] for line in lines if " → " in line]
@@ -136,7 +136,7 @@ def test_a_dry_run_tells_what_a_server_would_be_asked_without_a_key(judge, run, 
     before = files(tmp_path)
     outcome = judge("run", run.path, *LLM, "--dry-run", "--price", "1", "2")
     head, plan = outcome.out.splitlines()
-    expected = rf"{ROWS} turns \+ {DECOYS} controls, (\d+) distinct"
+    expected = rf"{ROWS} turns \+ {DECOYS} turns after other conversations, (\d+) distinct"
     distinct = int(re.fullmatch(expected, head)[1])
     assert plan.startswith(f"{distinct} requests to some-model, about ") and "$" in plan
     assert outcome.status == 0 and outcome.err == "" and files(tmp_path) == before

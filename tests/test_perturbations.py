@@ -135,7 +135,7 @@ def test_the_report_says_how_many_turns_count_that_were_written_without_the_resp
     counts = written.labelled("builtin-unperturbed").groupby("temperature")["follow_up"]
     numbers = [f"{yes:g} of {of}" for yes, of in zip(counts.sum(), counts.count(), strict=True)]
     said = without_response(copy, "builtin")
-    assert f"response, {numbers[0]} greedy ones (" in said
+    assert f"luck: {numbers[0]} greedy ones (" in said
     assert f" and {numbers[1]} sampled at T = 0.5 (" in said and "still fit it" in said
     rates = counts.mean().tolist()
     found = pd.read_parquet(copy.path / "results/perturbations/estimates.parquet")
@@ -143,9 +143,7 @@ def test_the_report_says_how_many_turns_count_that_were_written_without_the_resp
     less = less[less["dataset"] == "(all)"].sort_values("temperature")["value"]
     before = [rate - change for rate, change in zip(rates, less, strict=True)]
     pairs = zip(rates, before, strict=True)
-    told = [
-        (f"{rate:.2f} instead of {was:.2f}, which isn't shown to be lower") for rate, was in pairs
-    ]
+    told = [f"{rate:.2f} instead of {was:.2f}, not shown to be lower" for rate, was in pairs]
     assert re.findall(r"\((.*?)\)", said) == told
     assert without_response(copy, "another") == ""
 

@@ -109,12 +109,12 @@ def test_the_figure_has_rate_and_floor(run):
 def test_sentence_and_control_follow_the_gate(run):
     follow_up = planted(run, 0.95)
     judged = judged_by(run, lambda item: FOLLOW_UP if item in follow_up else NEW)
-    words = "Control passed: judge planted calls {} of the {} turns follow-ups, and"
+    words = "Judge's control passed: judge planted calls {} of the {} turns follow-ups, and"
     gate = judged.gate
     assert gate.short.startswith(words.format(gate.count(gate.rate), gate.decoys))
     found = result(judged)
     assert "turns react to their own response: they are follow-ups" in found.sentence
-    assert "(one of another query). Over all temperatures together, the diff" in found.control
+    assert "(from another query). Over all temperatures together, the diff" in found.control
     assert set(found.estimates["gate"]) == {"passed"}
 
 
@@ -127,7 +127,7 @@ def test_verdicts_without_decoys_have_no_floor(run):
     assert judged.gate.word == "no decoys" and judged.decoys.empty
     found = result(judged)
     assert set(found.estimates["gate"]) == {"no decoys"} and found.estimates["decoy"].isna().all()
-    assert "Nothing controls judge planted: no turn was shown" in found.control
+    assert "There is no control of judge planted: it was shown no turn" in found.control
 
 
 def test_perturbed_contexts_do_not_decide():

@@ -93,7 +93,7 @@ def test_a_rise_beyond_siblings_is_told_where_there_are_any():
     alike = own.assign(decoy="sibling", follow_up=own["own_follow_up"])
     rows = estimated(pd.concat([own, alike]))
     assert rows["quantity"].tolist() == [RISE, ROLE, REST, BEYOND]
-    beyond = "shown that the rate rises beyond that after another response"
+    beyond = "shown that the rate rises more than the rate after siblings"
     assert rows["value"][3] == 0 and f"It isn't {beyond}" in verdict(rows)
     fewer = alike.assign(follow_up=alike["follow_up"] * (alike["temperature"] == 0))
     assert f"It is {beyond}" in verdict(estimated(pd.concat([own, fewer])))
@@ -111,12 +111,13 @@ def test_of_several_temperatures_the_best_is_corrected_for_all():
     def concluded(value: float, p: float) -> str:
         both = (one.assign(value=value, p_holm=p) for one in (found, plain))
         said = conclusion(pd.concat(both, ignore_index=True))
-        assert f", changes by {value:+.2f} [" in said
+        assert f" changes by {value:+.2f} [" in said
         return said.partition(": ")[0]
 
     sampling = "Sampling at T = 0.7"
+    shown = "It isn't shown that sampling at T = 0.7"
     assert concluded(0.3, 0.01) == f"{sampling} brings out follow-ups that greedy decoding hides"
-    assert concluded(0.3, 0.5) == f"{sampling} isn't shown to bring out more"
+    assert concluded(0.3, 0.5) == f"{shown} brings out more follow-ups"
     assert concluded(-0.3, 0.01) == f"{sampling} makes follow-ups fewer"
     assert conclusion(found.assign(gate="failed")).startswith("Most of what this judge calls")
 

@@ -141,8 +141,8 @@ def test_commands_of_missing_results_are_said_and_run(run, report):
         "conversations, too."
     )
     assert re.fullmatch(
-        r"Control failed: the built-in judge calls \d+ of the 60 turns follow-ups, and \d+ of the "
-        r"same turns if they are shown after a wrong conversation \(one of another query\): "
+        r"Judge's control failed: the built-in judge calls \d+ of the 60 turns follow-ups, and \d+ "
+        r"of the same turns if they are shown after a wrong conversation \(from another query\): "
         "don't rely on its rates.",
         ending[1],
     )

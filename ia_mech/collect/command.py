@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from ia_mech.collect.plan import Plan
 
 DESCRIPTION = """\
-Give a chat model a query and a response, open the user header of its chat template, and let it
-write the next user turn, greedily and at several temperatures. Keeps the turns, the residual stream
-of every layer at the header, the logits there, and the likelihood of real follow-ups. The
-same command goes on with an interrupted run. docs/sampling.md says more of every flag.
+Give a chat model a query and a response, add the user header of its chat template, and let it write
+the next user turn, greedily and at several temperatures. A run keeps the turns, the residual stream
+of every layer at the header, the logits there, and the likelihood of real follow-ups. The same
+command resumes an interrupted run. docs/sampling.md explains the flags.
 """
 
 EPILOG = """\
@@ -93,15 +93,20 @@ def build_parser() -> Parser:
         metavar="N",
         help="parts computed at once (default: one per core)",
     )
-    add("--threads", type=cli.threads, metavar="N", help="of each worker (default: as begun, or 1)")
+    add(
+        "--threads",
+        type=cli.threads,
+        metavar="N",
+        help="threads of each worker (default: as the run began, or 1)",
+    )
     cli.add_ray(groups[RUN])
-    add("--full", action="store_true", help="print all tables, that of real follow-ups too")
+    add("--full", action="store_true", help="print all tables, also that of real follow-ups")
     add(
         "--shard",
         type=shard_of,
         default=WHOLE,
         metavar="I/N",
-        help="make share I of N of the run, as on another machine (docs/scale.md)",
+        help="compute only share I of N, as on one of N machines (docs/scale.md)",
     )
     add("-h", "--help", action="help", help="show this text")
     return parser

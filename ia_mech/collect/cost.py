@@ -61,7 +61,7 @@ def plan_lines(plan: Plan, shard: Shard) -> dict[str, str]:
     read, longest = sum(one.tokens for one in mine), max((one.tokens for one in mine), default=0)
     writing = sum(bool(one.prompt) for one in mine)
     draws = DRAWS if settings.wants_finished else 1
-    redrawn = f" (up to {draws * writing} draws, until enough are finished and differ)"
+    redrawn = f" (up to {draws * writing} tries, until enough are finished and differ)"
     rows = [each * len(part) for part in parts.contexts.values()]
     rows += [sum(bool(plan.contexts[i].prompt) for i in one) for one in parts.responses.values()]
     lens = size_text((text.vocab_size + 2) * text.hidden_size * dtype.itemsize)

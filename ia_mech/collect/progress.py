@@ -70,7 +70,7 @@ class PhaseProgress:
             self._progress.say(
                 f"note: {self._unfinished} of the first {self._written} responses didn't end "
                 f"within {self._allowance} tokens. They are sampled again, at most {self._draws} "
-                "draws for each; a query without enough finished ones is left out. You can stop "
+                "times each; a query without enough finished responses is left out. You can stop "
                 "here and give a larger --max-response-tokens, in another --out"
             )
 

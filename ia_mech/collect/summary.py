@@ -122,7 +122,9 @@ def _print_line(line: str) -> None:
 def print_shard(run: Run, shard: Shard) -> None:
     """A shard that is done, of a run of which other parts are lacking."""
     found = ", ".join(f"{count} {kind}" for kind, count in run.counts.items())
-    _print_line(f"shard {shard[0]}/{shard[1]} is done; with the others' {run.path} holds {found}")
+    _print_line(
+        f"shard {shard[0]}/{shard[1]} is done; with the other shards {run.path} holds {found}"
+    )
     for kind, count in run.record["parts"].items():
         there = {part["name"] for part in run.parts(kind)}
         if lacking := [name for name in layout.part_names(count) if name not in there]:
@@ -141,14 +143,16 @@ def print_run(run: Run, full: bool = False) -> None:
     screen.print()
     screen.print(temperature_table(run))
     _print_line(
-        "ended by turn-end: the share of turns that end by themselves, within "
-        f"{run.settings['max_new_tokens']} tokens. log p / token: at T = 1, in nats, the mean of "
+        "ended by turn-end: the share of turns that the model ended, within "
+        f"{run.settings['max_new_tokens']} tokens. log p / token: at T = 1, in nats, mean over "
         "turns. entropy: of the first token at T, in nats."
     )
     if run.contexts["real_follow_up_logprob"].notna().any():
         if full:
             screen.print(real_follow_up_table(run))
-            _print_line("greedy writes: share of follow-ups that greedy decoding writes whole.")
+            _print_line(
+                "greedy writes: share of real follow-ups that greedy decoding writes completely."
+            )
         else:
             _print_line("--full: 1 more table")
     for line in _notes(run):
@@ -215,17 +219,16 @@ def _notes(run: Run) -> Iterator[str]:
     if words := random_blocks_text(run.settings["random_blocks"]):
         yield f"note: {run.model['name']}{words}: a control, not a model that anyone trained"
     if opening := run.settings["opening"]:
-        yield f"note: every turn goes on from {opening!r}, words that are no part of its text"
+        yield f"note: every turn continues {opening!r}; these words are no part of the turn"
     if run.settings["ignore_check"]:
-        found = run.ignored_check or "it found no difference"
-        yield f"note: --ignore-check, of the engine's start-up check: {found}"
+        found = run.ignored_check or "no difference"
+        yield f"note: --ignore-check was given; the engine's start-up check found {found}"
     written = int((run.contexts["response_policy"] == "generated").sum())
     if written and run.settings["response"] != "generate":
         of = f"{written} of {len(run.contexts)} responses"
         yield f"note: the data lacks {of}; the model wrote them"
     if line := unfinished_text(run.contexts):
         yield (
-            f"{line}; the limit was {run.settings['max_response_tokens']} tokens. An unfinished "
-            "response is a different stimulus (column response_unfinished; † counts what follows "
-            "one)."
+            f"{line}; the limit was {run.settings['max_response_tokens']} tokens. Turns after an "
+            "unfinished response may only continue it (column response_unfinished; † counts them)."
         )

@@ -27,11 +27,10 @@ from ia_mech.judge.rubric import CATEGORIES, ORDER, VERSION
 COMMANDS = ("run", "check", "agreement", "remove", "rubric")
 
 DESCRIPTION = """\
-Label generated user turns: which are follow-ups? Judges see text only: the query, the
-response and the turn. Every judge uses one rubric (ia-mech judge rubric), and any number
-of judges and annotators can label the same run, to be compared. Every judge also sees decoys, which
-are turns after a conversation that they did not follow: how often it calls them follow-ups is its
-floor.
+Label user turns: which are follow-ups? Judges see text only: the query, the response and the turn.
+Every judge uses one rubric (ia-mech judge rubric). Any number of judges and annotators can label
+the same run, and can be compared. As a control, every judge also labels the same turns after a
+wrong conversation (one of another query) and after siblings (other responses to the same query).
 """
 
 EPILOG = """\
@@ -41,7 +40,7 @@ examples:
   ia-mech judge run cache/RUN --judge llm --model gpt-5-mini
       a language model at OpenAI (key from $OPENAI_API_KEY), or at --base-url, any compatible server
   ia-mech judge agreement cache/RUN
-      how far judges and annotators agree, and how often they call decoys follow-ups
+      how far judges and annotators agree, on turns and on turns after wrong conversations
 Labels by people: ia-mech annotate. Then: ia-mech rates cache/RUN
 """
 
@@ -97,12 +96,13 @@ def print_rubric(args: argparse.Namespace) -> None:
 def _add_run(commands) -> None:
     parser = commands.add_parser(
         "run",
-        help="judge all user turns of a run",
+        help="label all user turns of a run",
         usage="%(prog)s RUN [--judge builtin|llm|hf|MODULE:CLASS] [--model NAME] [options]",
-        description="Judge all user turns of a run, and decoys (turns after a conversation that "
-        "they\ndid not follow); write judgements/<name>.parquet into it. Labels by language "
-        "models are\nkept in cache/judgements/: none is paid for twice. Labels that the "
-        "run has already\nare not made again.",
+        description="Label all user turns of a run, and the same turns after wrong conversations "
+        "and "
+        "siblings.\nLabels go to judgements/<name>.parquet in the run. Labels by language models "
+        "are also kept in\ncache/judgements/: none is paid for twice. Labels that the run has are "
+        "not made again.",
     )
     parser.set_defaults(function="ia_mech.judge.command:run_judge")
     add = parser.add_argument
@@ -113,18 +113,18 @@ def _add_run(commands) -> None:
         "--decoys",
         type=whole_from(0),
         metavar="M",
-        help="turns of each query and temperature that are decoys, too (default: all, or 1 for a "
-        "judge that is paid)",
+        help="turns of each query and temperature that are also shown after other conversations "
+        "(default: all, or 1 for a judge that is paid)",
     )
     add(
         "--replace",
         action="store_true",
-        help="judge again, and replace labels by that name, also another judge's",
+        help="judge again, and replace all labels of that name, even another judge's",
     )
     add(
         "--unperturbed",
         action="store_true",
-        help="show the judge the responses as they were before they were perturbed",
+        help="show the judge each turn after the response as it was before it was perturbed",
     )
 
 
@@ -155,9 +155,13 @@ def _add_judge(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
         type=path_of,
         metavar="FILE",
-        help="instructions and categories of your own, of --judge llm and hf (docs/judging.md)",
+        help="instructions and categories of your own, for --judge llm and hf (docs/judging.md)",
     )
-    add("--dry-run", action="store_true", help="print what judging would take, and stop")
+    add(
+        "--dry-run",
+        action="store_true",
+        help="print how many turns would be judged and what that takes, and stop",
+    )
     group = parser.add_argument_group("language models (--judge llm)")
     add = partial(group.add_argument, default=argparse.SUPPRESS)
     add("--model", help="the model's name at the server; for hf: hub id or directory")
@@ -176,16 +180,20 @@ def _add_judge(parser: argparse.ArgumentParser) -> None:
         "--param",
         action="append",
         metavar="KEY=VALUE",
-        help="a request parameter, such as temperature=0; no others are sent (gpt-5 and the like "
-        "refuse that one). For your own judge: an argument",
+        help="a parameter of the request, such as temperature=0 (gpt-5 and similar models refuse "
+        "this one); by default none is sent. For your own judge: an argument",
     )
     add("--concurrency", type=whole_from(1), help="requests at a time (default: 8)")
     add(
         "--timeout",
         type=float,
-        help="seconds for a request, more for a server that is slow (default: 60)",
+        help="seconds that a request may take; a slow server gets more (default: 60)",
     )
-    add("--retries", type=whole_from(0), help="of a request that failed (default: 5)")
+    add(
+        "--retries",
+        type=whole_from(0),
+        help="how often a failed request is sent again (default: 5)",
+    )
     add(
         "--price",
         nargs=2,
@@ -196,7 +204,7 @@ def _add_judge(parser: argparse.ArgumentParser) -> None:
     add(
         "--max-cost",
         type=float,
-        help="send nothing more after so many dollars; open requests may go beyond it",
+        help="send nothing more once so many dollars are spent; open requests may exceed it",
     )
     group = parser.add_argument_group("local models (--judge hf)")
     add = partial(group.add_argument, default=argparse.SUPPRESS)
@@ -217,9 +225,10 @@ def _add_agreement(commands) -> None:
         help="how far judges and annotators agree",
         description="Compare any judges and annotators of a run: Cohen's kappa, balanced accuracy, "
         "confusion matrices,\nprecision and recall per category, weighted for the sampling, with "
-        "intervals over queries; then\nthe disagreements. Judges are compared with annotators; of "
-        "two judges or two annotators, the one\nthat is named first counts as the truth. How often "
-        "each calls decoys follow-ups is a table of its own.\nResults go to results/agreement in "
+        "intervals over queries; then\nthe disagreements. Judges are compared with annotators; if "
+        "two judges or two annotators are\ncompared, the first one named counts as the truth. "
+        "Another table says how often each calls turns\nfollow-ups after wrong "
+        "conversations.\nResults go to results/agreement in "
         "the run.",
     )
     parser.set_defaults(function="ia_mech.judge.labellers:command")

@@ -89,7 +89,7 @@ def export_sheet(
     n = min(USUAL, count) if n is None else n
     if not 1 <= n <= count:
         raise UserError(
-            f"a sheet of {n} turns can't be drawn: {run.path} has {count} user turns",
+            f"a sheet of {n} turns can't be made: {run.path} has {count} user turns",
             f"give --n from 1 to {count} ({count} takes them all)",
         )
     if n < len(sizes):
@@ -395,7 +395,7 @@ def export_command(args: argparse.Namespace) -> None:
     for stratum, count in key["strata"].items():
         print(f"  {heading(stratum):<24}{count['drawn']:>5} of {count['rows']:>6}")
     if decoys := len(key["items"]) - key["n"]:
-        print(f"  and {decoys} turns after conversations that they did not follow, as a control")
+        print(f"  and {decoys} turns after wrong conversations, to check the annotator")
     for file in files:
         print(f"sheet: {file}")
     print("open the .html, which needs no network, and import the table that it saves; or fill in")
@@ -416,7 +416,10 @@ def import_command(args: argparse.Namespace) -> None:
     listed = ", ".join(f"{heading(name)} {labels[name]}" for name in sorted(labels))
     print(f"{labelled} of {rows} turns labelled by {one_line(args.annotator)}: {listed}")
     if decoys:
-        print(f"and {decoys} decoys; judge agreement shows how many of them are called follow-ups")
+        print(
+            f"and {decoys} turns after wrong conversations; judge agreement shows how many of "
+            "them are called follow-ups"
+        )
     if labelled < rows:
         print(
             "turns without a category are left out: the others count as a random part of a stratum"

@@ -77,7 +77,7 @@ def judged_text(items: pd.Series, decoys: pd.DataFrame) -> str:
     """
     distinct = pd.concat([items, decoys["item"]]).nunique()
     kinds = [AFTER[kind] for kind in DECOY_KINDS if (decoys["decoy"] == kind).any()]
-    controls = f" + {len(decoys)} decoys (turns shown after {' or '.join(kinds)})" if kinds else ""
+    controls = f" + {len(decoys)} turns after {' or '.join(kinds)}" if kinds else ""
     return f"{len(items)} turns{controls}, {distinct} distinct"
 
 

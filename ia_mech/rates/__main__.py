@@ -28,15 +28,16 @@ from ia_mech.cli import (
 )
 
 DESCRIPTION = """\
-Say how often the generated user turns of a run are follow-ups, per model, dataset and
-temperature, from the labels of ia-mech judge. The table also says how often the judge calls the
-same turns follow-ups when it is shown them after a wrong conversation. Runs of one model and
-dataset are pooled. Intervals are over queries. Methods: docs/judging.md
+Say how often a run's user turns are follow-ups, per model, dataset and temperature, by the labels
+of ia-mech judge. The table also says how often the judge calls the same turns follow-ups if it is
+shown them after a wrong conversation, one of another query. Runs of one model and dataset are
+pooled. Intervals are over queries. Methods: docs/judging.md
 
-Follow-ups are called latent if sampled turns are follow-ups more often than greedy ones, also
-beyond wrong conversations (at 5%, corrected for the temperatures), and the judge can tell own from
-wrong conversations. That takes 50 queries. A table of --full says how much of the rise is fewer
-turns that repeat the conversation or speak as the assistant.
+Follow-ups are called latent if three things hold: sampled turns are follow-ups more often than
+greedy ones; the rate minus the rate after wrong conversations rises, too (at 5%, corrected for the
+temperatures); and the judge can tell own from wrong conversations. To show this takes about 50
+queries. With --full, a table splits the rise: fewer turns repeat the conversation or speak as the
+assistant, or more of the other turns are follow-ups.
 """
 
 CORRECT = "correct"  # what --by takes besides fields of the data
@@ -54,28 +55,31 @@ def build_parser() -> argparse.ArgumentParser:
     counted = parser.add_argument_group("what is counted")
     counted.add_argument("--judge", metavar="NAME", help=JUDGE_HELP)
     counted.add_argument(
-        "--annotator", metavar="NAME", help="whose labels correct rates (default: the only one)"
+        "--annotator",
+        metavar="NAME",
+        help="annotator whose labels correct the rates (default: the only one)",
     )
     counted.add_argument(
         "--after",
         choices=["all", "complete", "unfinished"],
         default="all",
         metavar="KIND",
-        help="after all (default), complete or unfinished responses",
+        help="count turns after all (default), complete or unfinished responses",
     )
     counted.add_argument(
         "--sampled-tokens",
         type=whole_from(1),
         metavar="K",
-        help="of turns whose first K tokens alone were sampled (default: all tokens)",
+        help="count turns whose first K tokens alone were sampled (default: turns with all tokens "
+        "sampled)",
     )
     counted.add_argument(
         "--by",
         type=nonblank,
         metavar="FIELD",
-        help="a rate for each value of FIELD: dataset, or a column of the data, spelled as there, "
-        "that isn't part of the conversation and has at most 20 values (a wrong name lists them). "
-        "correct: after right and after wrong responses (maths, IFEval, or a column correct)",
+        help="give a rate for each value of FIELD: dataset, or a column of the data that isn't "
+        "part of the conversation and has at most 20 values (a wrong name lists these columns). "
+        "correct: compare right with wrong responses (maths, IFEval, or a column correct)",
     )
     shown = parser.add_argument_group("what is shown and written")
     shown.add_argument("--full", action="store_true", help="print all tables and notes")
@@ -90,7 +94,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--level", type=coverage, default=0.95, help="coverage of intervals (default: 0.95)"
     )
     statistics.add_argument(
-        "--seed", type=whole_from(0), default=0, help="of sign flips and permutations (default: 0)"
+        "--seed",
+        type=whole_from(0),
+        default=0,
+        help="seed of sign flips and permutations (default: 0)",
     )
     add_threads(statistics)
     return parser

@@ -95,12 +95,12 @@ def without_response(run: Run, judge: str) -> str:
         said = f"{yes} of {of} {f'sampled at T = {t:g}' if t else 'greedy ones'}"
         if (change := (f"follow-ups, minus {UNCHANGED}", "remove", t)) in shown:
             now = value["follow-ups", "remove", t]
-            lower = "" if shown[change] else ", which isn't shown to be lower"
+            lower = "" if shown[change] else ", not shown to be lower"
             said += f" ({now:.2f} instead of {now - value[change]:.2f}{lower})"
         each.append(said)
     return (
-        f"of turns written without the response, {' and '.join(each)} still fit it, by topic or by "
-        "luck"
+        "turns that were written without the response still fit it, by topic or by luck: "
+        f"{' and '.join(each)}"
     )
 
 
@@ -116,7 +116,8 @@ def close_to_query(run: Run, judge: str) -> Iterator[str]:
     if close:
         yield (
             f"At least {close} of the {len(rows)} follow-ups at all temperatures may only restate "
-            "the query, with most of its words: the control can't detect these."
+            "the query: most of their words are the query's. The judge's control can't detect "
+            "these."
         )
 
 

@@ -73,8 +73,8 @@ class Gate:
         if not self.decoys:
             of_model = f", on turns of {self.model}," if self.model else ""
             return (
-                f"Nothing controls {named(self.judge)}{of_model}: no turn was shown to it after a "
-                "wrong conversation, one of another query (that takes two queries of a dataset)"
+                f"There is no control of {named(self.judge)}{of_model}: it was shown no turn "
+                "after a wrong conversation, which takes two queries of a dataset"
             )
         what = "" if self.verdict != NOT_PASSED else ": don't rely on its rates"
         if self.verdict == UNDECIDED:
@@ -82,9 +82,10 @@ class Gate:
             what = ", of too few queries to be sure" if few else self.enough
         floor, of = self.count(self.floor), f" of {self.model}" if self.model else ""
         return (
-            f"Control {self.verdict}: {named(self.judge)} calls {self.count(self.rate)} of the "
+            f"Judge's control {self.verdict}: {named(self.judge)} calls {self.count(self.rate)} "
+            "of the "
             f"{self.decoys} turns{of} follow-ups, and {floor or 'none'} of the same turns if they "
-            f"are shown after {AFTER[WRONG]} (one of another query){what}"
+            f"are shown after {AFTER[WRONG]} (from another query){what}"
         )
 
     @property
@@ -107,14 +108,14 @@ class Gate:
             found.append(
                 "Over all temperatures together, the difference of the two rates is "
                 f"{self.beyond.text(sign=True)}. The control is passed if the rate minus twice "
-                "that after wrong conversations is shown to be above 0: it is "
+                "the rate after wrong conversations is shown to be above 0: here it is "
                 f"{self.margin.text(sign=True)}."
             )
         if (siblings := self.siblings) is not None and siblings.decoys:
             found.append(
-                "Turns were also shown after other responses to their queries, "
-                f"{siblings.decoys} times: {siblings.count(siblings.floor)} times it called them "
-                f"follow-ups, and {siblings.count(siblings.rate)} times after their own response, "
+                f"The judge was also shown turns {siblings.decoys} times after siblings, other "
+                f"responses to the same query: it called {siblings.count(siblings.floor)} of them "
+                f"follow-ups there, and {siblings.count(siblings.rate)} after their own response, "
                 f"a difference of {siblings.beyond.text(sign=True)}."
             )
         return found

@@ -92,8 +92,8 @@ def verdict(estimates: pd.DataFrame, level: float = 0.95, fit: float = math.inf)
     shown = "isn't" if gate == NOT_PASSED or not change else "is"
     words = FEWER if shown == "is" and change < 0 else MORE
     said = [
-        f"It {shown} shown that {words}: from greedy to T = {best:g}{several}, the rate minus that "
-        f"after wrong conversations changes by {told(RISE)}."
+        f"It {shown} shown that {words}: from greedy to T = {best:g}{several}, the rate minus the "
+        f"rate after wrong conversations changes by {told(RISE)}."
     ]
     if REST in found and shown == "is":
         role, rest = ("more" if found[part]["value"] > 0 else "fewer" for part in (ROLE, REST))
@@ -110,8 +110,8 @@ def verdict(estimates: pd.DataFrame, level: float = 0.95, fit: float = math.inf)
         row = found[BEYOND]
         more = "is" if row["value"] > 0 and row["p_holm"] < 1 - level else "isn't"
         said.append(
-            f"It {more} shown that the rate rises beyond that after another response to the same "
-            f"query: {told(BEYOND)}."
+            f"It {more} shown that the rate rises more than the rate after siblings, other "
+            f"responses to the same query: {told(BEYOND)}."
         )
     return " ".join(said)
 
@@ -125,15 +125,12 @@ def conclusion(estimates: pd.DataFrame, level: float = 0.95, fit: float = math.i
     if found[RISE]["gate"] == NOT_PASSED:
         return "Most of what this judge calls follow-ups fits other conversations, too."
     said = {
-        1: "brings out follow-ups that greedy decoding hides",
-        0: "isn't shown to bring out more",
-        -1: "makes follow-ups fewer",
+        1: f"Sampling at T = {best:g} brings out follow-ups that greedy decoding hides",
+        0: f"It isn't shown that sampling at T = {best:g} brings out more follow-ups",
+        -1: f"Sampling at T = {best:g} makes follow-ups fewer",
     }[change]
     numbers = estimate_of(found[RISE]).text(sign=True)
-    return (
-        f"Sampling at T = {best:g} {said}: the change from greedy turns, minus the control's, is "
-        f"{numbers}."
-    )
+    return f"{said}: the change from greedy turns, minus the control's, is {numbers}."
 
 
 def _best(

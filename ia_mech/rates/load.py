@@ -206,8 +206,8 @@ def read_runs(
     without = [run.name for run, frame in zip(runs, decoys, strict=True) if frame.empty]
     if 0 < len(without) < len(runs):
         notes.append(
-            f"in {', '.join(without)} no turn was shown after a wrong conversation: nothing "
-            "controls these labels."
+            f"in {', '.join(without)} no turn was shown after a wrong conversation: these labels "
+            "have no control."
         )
     some = _pooled([frame for frame in decoys if len(frame)] or decoys[:1])
     last = by, sampled_tokens, frozenset(foreign), some
@@ -241,8 +241,8 @@ def restrict_responses(judged: JudgedTurns, responses: str) -> JudgedTurns:
             f"count all responses: the {len(judged.turns)} turns come after the other kind",
         )
     note = (
-        f"{len(kept)} of {len(judged.turns)} user turns: those after {responses} responses. A "
-        "response that is unfinished is a different stimulus."
+        f"{len(kept)} of {len(judged.turns)} user turns: those after {responses} responses. Turns "
+        "after an unfinished response may only continue it."
     )
     notes = [*judged.notes, note]
     return replace(judged, turns=kept, decoys=decoys, notes=notes, responses=responses)
@@ -300,7 +300,7 @@ def _turns_and_decoys(
     """``turns`` of :class:`JudgedTurns` but for ``dependent``, and its ``decoys``."""
     if run.settings["first_tokens"]:
         raise UserError(
-            f"the turns of {run.path} go on from each of the likeliest first tokens: they are no "
+            f"the turns of {run.path} continue each of the likeliest first tokens: they are no "
             "sample",
             "give the run that ia-mech mass was given",
         )
@@ -323,7 +323,7 @@ def _turns_and_decoys(
     sampled = (turns["temperature"] > 0).to_numpy()
     if (sampled.any() or sampled_tokens) and not (kept & sampled).any():
         which = (
-            "sampled as a whole"
+            "with all tokens sampled"
             if sampled_tokens is None
             else f"with --sampled-tokens {sampled_tokens}"
         )
@@ -454,7 +454,7 @@ def _notes(runs: list[Run], turns: pd.DataFrame) -> list[str]:
         if few
     ]
     notes += [
-        f"turns of {run.name} go on from {run.settings['opening']!r}, which the judge doesn't see."
+        f"turns of {run.name} continue {run.settings['opening']!r}, which the judge doesn't see."
         for run in runs
         if run.settings["opening"] is not None
     ]

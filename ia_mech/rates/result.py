@@ -38,12 +38,12 @@ OTHERS: Columns = {
     "unfinished": ("after unfinished responses", 2),
 }
 LEGENDS = {
-    "floor": "After a wrong conversation, one of another query: how often the judge calls the same "
-    "turns follow-ups there.",
-    "difference": "p: paired by query (signs are flipped), Holm-corrected.",
-    DEPENDENT: "Dependent: likelier after the own response than after all its siblings together "
-    "(ia-mech reaction). Of turns that depend on no response, at most 1 in K would be, with K "
-    "responses to a query.",
+    "floor": "After a wrong conversation: how often the judge calls the same turns follow-ups if "
+    "it is shown them after a conversation of another query.",
+    "difference": "p: of a sign-flip test, paired by query, Holm-corrected.",
+    DEPENDENT: "Dependent: follow-ups that are likelier after their own response than after all "
+    "its siblings together (ia-mech reaction). With K responses to a query, at most 1 in K turns "
+    "that depend on no response would count.",
 }
 
 
@@ -154,7 +154,7 @@ def _sentence(judged: JudgedTurns, of: pd.DataFrame, groups: pd.DataFrame, level
         said.append(_by_group(one_line(judged.by, 40), groups))
     conversations = conversations_text(turns["context"].nunique(), sources)
     unassessed = int(turns["follow_up"].isna().sum())
-    lacking = f", of which {unassessed} were not assessed," if unassessed else ""
+    lacking = f" ({unassessed} of them not assessed)" if unassessed else ""
     said.append(f"These are {len(turns)} turns{lacking} in {conversations}{few}.")
     if foreign := turns["context"][turns["context"].isin(judged.foreign)].nunique():
         verb = "doesn't" if foreign == 1 else "don't"
@@ -164,7 +164,7 @@ def _sentence(judged: JudgedTurns, of: pd.DataFrame, groups: pd.DataFrame, level
         )
     if (count := judged.sampled_tokens) is not None:
         some = "token is" if count == 1 else f"{count} tokens are"
-        said.append(f"Of each sampled turn the first {some} sampled, and the rest is greedy.")
+        said.append(f"In each sampled turn, the first {some} sampled and the rest is greedy.")
     if turns["unfinished"].any():
         said.append(f"{turns['unfinished'].mean():.0%} of the turns follow an unfinished response.")
     if judged.by is None:  # the rest doesn't depend on the field
@@ -180,7 +180,7 @@ def _by_group(field: str, rows: pd.DataFrame) -> str:
     t = rates["temperature"].min()
     rates = rates[rates["temperature"] == t].sort_values("value", kind="stable")
     if len(rates) < 2:
-        return f"All of them have the same {field}."
+        return f"All turns have the same {field}."
     turns = f"turns at T = {t:g}" if t else "greedy turns"
     groups, rates = len(rates), rates[rates["sources"] >= LEAST_SHOWN]
     small = groups - len(rates)
@@ -213,9 +213,9 @@ def _reaction(gate: Gate, judged: JudgedTurns) -> str:
         if any(without_response(run, judged.judge) for run in judged.runs):
             return ""
         return (
-            "This doesn't tell whether turns need their response: ia-mech perturbations RUN "
-            "--conditions remove does, or several responses to each query (sample with --response "
-            "generate --responses 4)."
+            "These rates don't say whether turns need their response. ia-mech perturbations RUN "
+            "--conditions remove tells, and so do several responses to each query (sample with "
+            "--response generate --responses 4)."
         )
     beyond = siblings.beyond.text(sign=True)
     if gate.reacts:
@@ -224,8 +224,8 @@ def _reaction(gate: Gate, judged: JudgedTurns) -> str:
             f"follow-ups to it more often than to another response to the same query, by {beyond}."
         )
     return (
-        "That turns react to their own response is not shown: the follow-up rate minus that after "
-        f"another response to the same query is {beyond}."
+        "It isn't shown that turns react to their own response: the follow-up rate minus the rate "
+        f"after siblings, other responses to the same query, is {beyond}."
     )
 
 
@@ -308,15 +308,15 @@ def _rise_table(whole: pd.DataFrame) -> Table:
     rows = whole[whole["quantity"].isin(latent.PARTS)].assign(decoy=None)
     heads: Columns = {
         latent.RISE: ("rise beyond wrong conversations", "+.2f"),
-        latent.ROLE: ("of it, staying in role", "+.2f"),
-        latent.REST: ("of it, following up in role", "+.2f"),
+        latent.ROLE: ("part: staying in role", "+.2f"),
+        latent.REST: ("part: following up in role", "+.2f"),
         latent.BEYOND: ("rise beyond siblings", "+.2f"),
     }
     legend = (
         "Rise beyond wrong conversations: how much the follow-up rate rises from greedy turns to "
         "those at T, minus how much it rises after wrong conversations. Siblings: other responses "
-        "to the same query. In role: a turn doesn't, by the judge, repeat query or response, or "
-        "speak as the assistant. p: Holm-corrected."
+        "to the same query. In role: by the judge's label, the turn neither repeats the "
+        "conversation nor speaks as the assistant. p: Holm-corrected."
     )
     title = "are follow-ups latent? how their rate rises from greedy to sampled turns"
     return table_of(title, rows, heads, LINES, rows="turns (greedy, too)", legend=legend)
@@ -325,16 +325,16 @@ def _rise_table(whole: pd.DataFrame) -> Table:
 def _variance_table(of_turns: pd.DataFrame) -> Table:
     heads: Columns = {
         "variance_between_queries": ("between queries", 3),
-        "variance_between_responses": ("between responses to one", 3),
+        "variance_between_responses": ("between responses to a query", 3),
         "reliability": (f"reliability at {RELIABILITY_TURNS} turns", 2),
     }
     legend = (
         "Variances of the follow-up rate. Reliability: how much of the variance of rates over "
-        f"{RELIABILITY_TURNS} turns lies between responses to one query; nothing can predict more "
-        "of it."
+        f"{RELIABILITY_TURNS} turns lies between responses to one query. No predictor can explain "
+        "more of it."
     )
     pooled = all_datasets(of_turns) if len(of_turns) else of_turns
-    title = "how much follow-up rates differ between queries, and between responses to one"
+    title = "how much follow-up rates differ between queries, and between responses to one query"
     return table_of(title, pooled, heads, LINES, rows="turns", legend=legend)
 
 
@@ -371,7 +371,7 @@ def _pass_at_k_table(of_turns: pd.DataFrame) -> Table:
     rows = rows.assign(key="k = " + rows["n_samples"].astype(str))
     heads: Columns = {name: (name, 2) for name in rows["key"].unique()}
     title = "pass@k: share of conversations with a follow-up among k sampled turns"
-    legend = "The mean over all choices of k turns, of conversations with k sampled turns or more."
+    legend = "The mean over all choices of k turns, of conversations with at least k sampled turns."
     options: dict[str, Any] = {"rows": "conversations", "key": "key", "full": True}
     return table_of(title, rows, heads, LINES, legend=legend, **options)
 
@@ -419,7 +419,8 @@ def _notes(judged: JudgedTurns, rows: pd.DataFrame) -> list[str]:
         pooled = int((tested["dataset"] == ALL).sum())
         family = f" by dataset, and over {pooled} of all datasets together" if pooled else ""
         unequal = (
-            ", or from the interval if that is larger, as greedy and sampled turns differ in number"
+            ", or from the interval if that p is larger, because greedy and sampled turns differ "
+            "in number"
             if tested["test"].str.contains("and").any()
             else ""
         )

@@ -212,7 +212,7 @@ class Run:
         cut = int(wrote["finish_reason"].isin(layout.UNFINISHED).sum())
         return (
             f"{short} of {queries} queries have fewer than {wanted} distinct finished responses "
-            f"({cut} of {len(wrote)} draws didn't end within "
+            f"({cut} of {len(wrote)} tries didn't end within "
             f"{self.settings['max_response_tokens']} tokens)"
         )
 
