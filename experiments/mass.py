@@ -1,8 +1,9 @@
 """How much of the first token's distribution leads to a follow-up?
 
 After each response, the likeliest first tokens of the user turn are taken that together hold 90% of
-the probability at T = 0.7 (at most 40). Each is gone on from greedily, and the turn is judged. The
-follow-up mass of a conversation is the probability of the first tokens whose turn is a follow-up.
+the probability at T = 0.7 (at most 40). Each is gone on from greedily, and the turn is judged; so
+is the greedy turn. The follow-up mass of a conversation is the probability of the first tokens
+whose turn is a follow-up.
 Greedy decoding sees the likeliest token alone. Nothing is drawn, so the mass has no sampling noise;
 it is the follow-up rate of turns whose first token is drawn and whose others are greedy. What the
 first tokens don't hold may be follow-ups or not: the mass is at least the number, and at most that
@@ -217,7 +218,8 @@ class Mass(Experiment):
             self.notes.append(f"{whose} no finished response and no mass.")
         contexts = pd.concat([one.contexts[one.complete].iloc[:each] for one in queries])
         turns = 1 + self._first_tokens(contexts["context_id"])
-        return {TURNS: Arm(conversations_of(contexts), settings, turns=turns)}
+        flags = {"temperatures": "--temperature", "first_tokens": "--share"}
+        return {TURNS: Arm(conversations_of(contexts), settings, turns=turns, flags=flags)}
 
     def _first_tokens(self, contexts: pd.Series) -> int:
         """About how many there are after each context; at most, where the run doesn't say it."""

@@ -136,7 +136,7 @@ def test_a_dry_run_tells_what_a_server_would_be_asked_without_a_key(judge, run, 
     before = files(tmp_path)
     outcome = judge("run", run.path, *LLM, "--dry-run", "--price", "1", "2")
     head, plan = outcome.out.splitlines()
-    expected = rf"{ROWS} turns \+ {DECOYS} controls, (\d+) distinct"
+    expected = rf"{ROWS} turns \+ {DECOYS} decoys, (\d+) distinct"
     distinct = int(re.fullmatch(expected, head)[1])
     assert plan.startswith(f"{distinct} requests to some-model, about ") and "$" in plan
     assert outcome.status == 0 and outcome.err == "" and files(tmp_path) == before

@@ -146,7 +146,7 @@ def make_judge(args: argparse.Namespace, run: Run | None = None) -> Judge:
 def print_plan(judge: Judge, items: Sequence[Item], *, decoys: int = 0) -> None:
     """What ``--dry-run`` shows; ``decoys`` of the items are decoys."""
     distinct = list(dict.fromkeys(items))
-    turns = f"{len(items) - decoys} turns" + (f" + {decoys} controls" if decoys else "")
+    turns = f"{len(items) - decoys} turns" + (f" + {decoys} decoys" if decoys else "")
     print(f"{turns}, {len(distinct)} distinct")
     with faults_named(judge):
         estimate = judge.estimate(distinct)
