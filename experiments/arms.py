@@ -58,17 +58,23 @@ class Arm:
         interventions: what is changed in each context while it is prefilled, as of
             :func:`ia_mech.collect.job.collect`.
         turns: about how many there are after each context, where settings don't say it.
+        flags: of the experiment that change a setting, where they aren't called as it is.
     """
 
     conversations: Sequence[Conversation]
     settings: Mapping[str, Any] = field(default_factory=dict)
     interventions: "Interventions | None" = None
     turns: int | None = None
+    flags: Mapping[str, str] = field(default_factory=dict)
 
     def rows(self, first: Run) -> int:
         """Turns after each context."""
         of = first.settings | dict(self.settings)
         return self.turns or len(of["temperatures"]) * of["samples"] + 1
+
+    def turns_text(self, count: int) -> str:
+        """So many turns, in words."""
+        return f"{'about ' * (self.turns is not None)}{count} user turns"
 
 
 # -- sampled ---------------------------------------------------------------------------------------
@@ -157,7 +163,7 @@ class ArmRun:
             integrity.replace_file(self.file, lambda scratch: scratch.write_bytes(self.content))
         settings, used, contexts = self.settings, self.of.team, len(self.arm.conversations)
         many = f"{contexts} conversation{'s' * (contexts > 1)}"
-        turns = f"{many}, {contexts * len(settings.rows())} user turns at most"
+        turns = f"{many}, {self.arm.turns_text(contexts * self.arm.rows(self.of.run))}"
         print(f"{turns}, {settings.model} on {used.device}, to {self.out}", file=sys.stderr)
         plan = Plan(settings, self.out, device=used.device)
         return collect(plan, used, Bar(), crew=self.of.crew, interventions=self.arm.interventions)
@@ -180,6 +186,9 @@ class ArmRun:
             | changes
         )
 
+    def _flag_of(self, path: str) -> str:
+        return self.arm.flags.get(path.removeprefix("settings."), flag_of(path))
+
     def finished(self) -> Run | None:
         """The run, if it is there and whole."""
         from ia_mech.steering import SteeringVector
@@ -198,7 +207,7 @@ class ArmRun:
             wanted["intervention"] = SteeringVector.load(vector).sha256
         same_weights = there.model["weights_hash"] == self.of.run.model["weights_hash"]
         known = {"identity": without_folders(wanted)}
-        refuse_another(self.out, there.record, known, flag_of, same_weights)
+        refuse_another(self.out, there.record, known, self._flag_of, same_weights)
         return there if there.complete else None
 
 

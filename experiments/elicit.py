@@ -71,7 +71,9 @@ class Elicit(Arms):
     def arms(self) -> Mapping[str, Arm]:
         own = conversations_of(self.contexts)
         return {
-            PROMPTED: Arm(own, {"samples": 1, "system": self.args.prompt}),
+            PROMPTED: Arm(
+                own, {"samples": 1, "system": self.args.prompt}, flags={"system": "--prompt"}
+            ),
             OPENED: Arm(own, {"samples": 1, "opening": self.args.opening}),
         }
 

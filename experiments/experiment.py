@@ -17,7 +17,7 @@ import shlex
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -41,6 +41,7 @@ from ia_mech.cli import (
     add_intervals,
     add_ray,
     add_workers,
+    go_on,
     nonblank,
     path_of,
     program,
@@ -347,10 +348,13 @@ class Experiment(ABC):
     def main(cls, argv: list[str] | None = None) -> int:
         tolerant_streams()
         parser = cls.build_parser()
-        args = parser.parse_args(argv)
+        words = sys.argv[1:] if argv is None else argv
+        args = parser.parse_args(words)
         args.command_line = command_line(parser, args)
-        kept = "finished parts are kept; the same command goes on from there"
-        return run_command(lambda: cls.command(args), lambda: kept, args.threads)
+        kept = "finished parts are kept"
+        file = Path(inspect.getfile(cls)).resolve()  # a user's own may be anywhere
+        again = partial(go_on, kept, parser.prog.replace(file.name, shell_word(file)), words)
+        return run_command(lambda: cls.command(args), again, args.threads)
 
     @classmethod
     def command(cls, args: argparse.Namespace) -> None:
@@ -362,8 +366,8 @@ class Experiment(ABC):
             plan = one.plan()
             print_plan(plan | ({"to know": " ".join(one.notes)} if one.notes else {}))
             return
-        if one.too_few:
-            print(f"note: too few queries: {one.too_few}", file=sys.stderr, flush=True)
+        for note in [*one.notes, *[f"too few queries: {one.too_few}"] * bool(one.too_few)]:
+            print(f"note: {note}", file=sys.stderr, flush=True)
         made = with_style(one.result)()
         write(made, one.folder)
         show(made, console(), full=args.full)  # after writing: a closed pipe costs no file
@@ -407,8 +411,8 @@ class Experiment(ABC):
         lines, tokens, todo, arms, units = {}, 0, 0, self.arms(), self.units()
         to_sample = []
         for name, arm in arms.items():
-            count, each = len(arm.conversations), f"{arm.rows(self.runs[0])} turns after each"
-            lines[name] = f"{count} conversation{'s' * (count > 1)} to sample {each}"
+            count, each = len(arm.conversations), arm.turns_text(arm.rows(self.runs[0]))
+            lines[name] = f"{count} conversation{'s' * (count > 1)} to sample {each} after each"
             if ArmRun(self.model, arm, self.place(name)).finished() is not None:
                 lines[name] += "; done already"
             else:

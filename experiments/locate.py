@@ -28,7 +28,7 @@ Cost: about 30,000 tokens a query with all four recipients and the usual maps; -
 Docs: docs/locate.md.
 
     ia-mech locate cache/RUN
-    ia-mech locate cache/RUN --queries 20 --maps             # whole sites alone
+    ia-mech locate cache/RUN --queries 20 --maps none        # whole sites alone
     ia-mech locate cache/RUN --recipients 1 --maps windows   # a larger model
     ia-mech locate cache/RUN --outcome follow-up             # a judged run with 16 samples
     ia-mech locate cache/RUN --outcome mass                  # after ia-mech mass cache/RUN
@@ -110,6 +110,7 @@ WRITTEN = tuple(
 )
 ALL_WRITTEN = (*WRITTEN, WRITTEN_AFTER + STATE, WRITTEN_AFTER + ALL_THREE)
 MAPS = WINDOWS, STATES, WRITING, BANDS, BLOCKS = "windows", "states", "written", "bands", "blocks"
+NO_MAPS = "none"
 USUAL_MAPS = (WINDOWS, STATES, WRITING, BANDS)
 # Bands of the response by how many of its tokens follow, at least and at most.
 BAND_SITES = {
@@ -494,8 +495,8 @@ class Locate(Grid):
 
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
-        of = f"of {BY_BITS}: which of {', '.join(MAPS)}; nothing: whole sites alone"
-        how: dict[str, Any] = {"nargs": "*", "choices": MAPS, "metavar": "MAP"}
+        of = f"of {BY_BITS}: which of {', '.join(MAPS)}; {NO_MAPS}: whole sites alone"
+        how: dict[str, Any] = {"nargs": "+", "choices": (*MAPS, NO_MAPS), "metavar": "MAP"}
         flag(parser, "--maps", str, list(USUAL_MAPS), of, **how)
         super().add_flags(parser)
         donors = f"of {BY_MASS}: responses to {OTHERS[:-1]} queries, or to the same one (siblings)"

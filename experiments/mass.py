@@ -218,7 +218,8 @@ class Mass(Experiment):
             self.notes.append(f"{whose} no finished response and no mass.")
         contexts = pd.concat([one.contexts[one.complete].iloc[:each] for one in queries])
         turns = 1 + self._first_tokens(contexts["context_id"])
-        return {TURNS: Arm(conversations_of(contexts), settings, turns=turns)}
+        flags = {"temperatures": "--temperature", "first_tokens": "--share"}
+        return {TURNS: Arm(conversations_of(contexts), settings, turns=turns, flags=flags)}
 
     def _first_tokens(self, contexts: pd.Series) -> int:
         """About how many there are after each context; at most, where the run doesn't say it."""

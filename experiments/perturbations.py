@@ -153,6 +153,14 @@ class Perturbations(Arms):
         how: dict[str, Any] = {"nargs": "+", "choices": every, "metavar": "NAME"}
         parser.add_argument("--conditions", default=every, help=of, **how)
 
+    def read(self) -> None:
+        has, used = self.runs[0].settings, self.decoding
+        count, (t,), others = used["samples"], used["temperatures"], has["temperatures"][1:]
+        if count < has["samples"] or others:
+            of = f"the greedy one and {count} of {has['samples']} at T = {t:g} (--samples)"
+            none = ", none at higher temperatures" if others else ""
+            self.notes.append(f"used of each conversation's turns: {of}{none}.")
+
     # -- sampled ----------------------------------------------------------------------------------
 
     @property

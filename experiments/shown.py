@@ -249,7 +249,7 @@ class Bars:
         figure.set_label(
             "Each point is an estimate, and the line through it is its interval. Of many intervals "
             "some miss 0 by chance: an effect is shown only where its corrected p in the table is "
-            f"below 0.05. Hollow points have no interval: fewer than {LEAST_SHOWN} queries."
+            f"at most 0.05. Hollow points have no interval: fewer than {LEAST_SHOWN} queries."
         )
         return figure
 

@@ -31,12 +31,13 @@ import pandas as pd
 
 from experiments.change import RESPONSES
 from experiments.experiment import flag
-from experiments.locate import MAPS, USUAL_MAPS, drawings
+from experiments.locate import MAPS, NO_MAPS, USUAL_MAPS, drawings
 from experiments.shown import TOO_FEW, headline, print_plan, too_few
 from ia_mech.cli import (
     Parser,
     add_ray,
     add_workers,
+    go_on,
     nonblank,
     one_line,
     path_of,
@@ -72,9 +73,9 @@ TEMPERATURES = (0.7,)
 DRAWN = (1, "all")  # tokens of a sampled turn
 RESPONSE_TOKENS, TURN_TOKENS = 512, 40
 USUAL = {"queries": 60, "samples": 4, "recipients": RESPONSES, "maps": list(USUAL_MAPS)}
-QUICK = {"queries": 10, "samples": 1, "recipients": 1, "maps": []}
+QUICK = {"queries": 10, "samples": 1, "recipients": 1, "maps": [NO_MAPS]}
 PROBED = 40  # queries below which probes aren't tried: they need 20 sources of either kind
-BAD_INPUT = 2  # the exit status where a stage lacks what it needs
+BAD_INPUT, INTERRUPTED = 2, 130  # exit statuses; 2 also where a stage lacks what it needs
 # Folders of results: those whose first tables are shown, and the one that says at which layers.
 RATES, FIRST_SAMPLED = "rates-{judge}", "rates-{judge}-sampled-1"
 SHOWN = ("locate", "mass", "elicit")
@@ -132,7 +133,8 @@ def stages(args: argparse.Namespace) -> list[Stage]:
     sample += ["--unfinished"] * args.unfinished + ["--skip-unusable"] * args.skip_unusable
     judge = ["judge", "run", run]
     judge += ["--judge", *args.judge] if args.judge else []
-    locate = ["locate", run, *queries, "--recipients", str(args.recipients), "--maps", *args.maps]
+    locate = ["locate", run, *queries, "--recipients", str(args.recipients)]
+    locate += ["--maps", *(args.maps or [NO_MAPS])]
     found = [
         Stage("sample", sample),
         Stage("judge", judge, takes=()),
@@ -220,8 +222,8 @@ def build_parser() -> Parser:
     add("--judge", judge_words, None, judge, metavar="JUDGE")
     turns = "turns per conversation and temperature (default: 4)"
     add("--samples", whole_from(1), None, turns, metavar="N")
-    maps = f"of the stage locate: {', '.join(MAPS)} (default: {' '.join(USUAL_MAPS)})"
-    add("--maps", str, None, maps, nargs="*", choices=MAPS, metavar="MAP")
+    maps = f"of the stage locate: {', '.join(MAPS)}, or {NO_MAPS} (default: {' '.join(USUAL_MAPS)})"
+    add("--maps", str, None, maps, nargs="+", choices=(*MAPS, NO_MAPS), metavar="MAP")
     fewer = "of the stage locate, 1 to 4: fewer take less time and give wider intervals "
     add("--recipients", int, None, f"{fewer}(default: 4)", choices=range(1, 5), metavar="N")
     as_they_come = "take the first responses, cut off or not, instead of sampling finished ones"
@@ -240,9 +242,11 @@ def build_parser() -> Parser:
 
 def main(argv: list[str] | None = None) -> int:
     tolerant_streams()
-    args = with_defaults(build_parser().parse_args(argv))
-    kept = "finished parts are kept; the same command goes on from there"
-    return run_command(lambda: _study(args), lambda: kept)
+    words = sys.argv[1:] if argv is None else argv
+    args = with_defaults(build_parser().parse_args(words))
+    return run_command(
+        lambda: _study(args), lambda: go_on("finished parts are kept", "ia-mech study", words)
+    )
 
 
 def judge_words(given: str) -> list[str]:
@@ -279,6 +283,8 @@ def _run_stages(args: argparse.Namespace) -> int | None:
     for number, stage in enumerate(todo := stages(args), start=1):
         print(f"\n-- {number} of {len(todo)}: {stage.name}", file=sys.stderr)
         status = stage.run(args.out / "run")
+        if status == INTERRUPTED:
+            raise KeyboardInterrupt
         if status and not (stage.optional and status == BAD_INPUT):
             return status
     found = result(args.out)

@@ -13,7 +13,7 @@ import signal
 import string
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -347,6 +347,13 @@ def program(name: str = "ia-mech") -> str:
     if not own.exists():
         return f"{program('python')} -m ia_mech.console" if name == "ia-mech" else name
     return shell_word(own)
+
+
+def go_on(kept: str, command: str, words: Sequence[str]) -> str:
+    """What an interrupted command says: what was kept, and the command as it was given, with all
+    its ``words``, to be copied."""
+    first, *rest = command.split()
+    return f"{kept}\nnext: {' '.join([program(first), *rest, *map(shlex.quote, words)])}"
 
 
 def tolerant_streams() -> None:

@@ -99,17 +99,25 @@ class Quiet:
     def stop(self) -> None: ...
 
 
+class _Bar(tqdm):
+    @property
+    def format_dict(self) -> dict[str, Any]:
+        said = dict(super().format_dict)
+        return said | {"whole": int(100 * said["n"] / max(said["total"], 1))}  # 100 only at the end
+
+
 class Bar:
     """Progress on the terminal: phase, share, steps done, time taken and left, and a note.
 
     The bar is redrawn twice a second at a terminal and in a notebook. Elsewhere, as in a log file,
     it is a line every :data:`SECONDS`, and one at the end of a phase that had any. The time left
-    assumes the mean rate since the phase began. An empty ``unit`` hides the counts. Several threads
-    may report at once.
+    assumes the mean rate since the phase began. An empty ``unit`` hides the counts; the share is
+    said to be of the work then, for a note may count something else. Several threads may report at
+    once.
     """
 
     def __init__(self) -> None:
-        self._bar: tqdm | None = None
+        self._bar: _Bar | None = None
         self._shown: tuple[float, object] = 0, None  # what the last line said
         self._reporting = threading.RLock()
         tqdm.monitor_interval = 0  # no thread that redraws: :meth:`advance` does
@@ -119,8 +127,8 @@ class Bar:
         notebook = type(sys.stderr).__module__.startswith("ipykernel")
         self._redrawn = sys.stderr.isatty() or notebook
         glyphs = "|{bar:20}| " if self._redrawn else ""
-        counts = "{n_fmt}/{total_fmt} " + unit + "s " if unit else ""
-        self._bar = tqdm(
+        counts = "{n_fmt}/{total_fmt} " + unit + "s " if unit else "of the work "
+        self._bar = _Bar(
             file=sys.stderr if self._redrawn else StringIO(),  # :meth:`_tell` shows it then
             total=total,
             initial=done,
@@ -128,7 +136,7 @@ class Bar:
             unit=unit,
             mininterval=0.5 if self._redrawn else math.inf,
             smoothing=0,
-            bar_format="{desc}: {percentage:3.0f}% "
+            bar_format="{desc}: {whole:3d}% "
             + glyphs
             + counts
             + "[{elapsed}, {remaining} left{postfix}]",
@@ -149,7 +157,7 @@ class Bar:
             if time.monotonic() - self._told_at >= SECONDS:
                 self._tell(bar)
 
-    def _tell(self, bar: tqdm) -> None:
+    def _tell(self, bar: _Bar) -> None:
         """Show a line of the bar, where it can't be redrawn."""
         if not self._redrawn:
             self._shown = bar.n, bar.postfix

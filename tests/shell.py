@@ -60,7 +60,7 @@ def refusal(outcome: Outcome) -> str:
     assert outcome.status == 2, outcome
     assert outcome.out == ""
     err = re.sub(
-        r"\A((loading \S+|reading runs and results) …\n|note: too few queries: .*\n)",
+        r"\A((loading \S+|reading runs and results) …\n|note: .*\n)*",
         "",
         outcome.err,
     )

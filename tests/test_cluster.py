@@ -202,7 +202,7 @@ def test_ctrl_c_ends_a_run_on_ray_with_what_was_kept(tiny_model_dir, tmp_path):
     process.send_signal(signal.SIGINT)
     said = process.communicate()[1]
     assert process.returncode == 130 and "Traceback" not in said
-    assert said.splitlines()[-1].startswith(f"interrupted; kept in {out}: ")
+    assert said.splitlines()[-2].startswith(f"interrupted; kept in {out}: ")
 
 
 @pytest.mark.slow

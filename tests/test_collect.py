@@ -163,7 +163,7 @@ def test_a_model_with_code_of_its_own_is_planned_and_sampled(
     ("rows", "problem"),
     [
         (600, "the tokenizer gives the id 677, the model's embedding has 600 rows"),
-        (700, "conversation maths-01: the tokenizer gives the id 7.., the model's embedding has"),
+        (700, r"\w+.jsonl line 1 \(id maths-01\), .*: the tokenizer gives the id 7.., the model's"),
     ],
     ids=["of the template", "of a text"],
 )
@@ -423,7 +423,8 @@ def test_a_mark_that_only_the_generation_configuration_lists_is_refused_before_t
     words += ["--max-new-tokens", "3", "--out", str(tmp_path / "run")]
     for dry in (["--dry-run"], []):
         problem = call(main, [*words, *dry], capfd).err
-        assert "conversation b<|endoftext|>: the assistant turn 'b<|endoftext|>' holds" in problem
+        place = "rows.jsonl line 2 (id b<|endoftext|>)"
+        assert f"{place}: the assistant turn 'b<|endoftext|>' holds" in problem
         assert not (tmp_path / "run").exists()
     run = call(main, [*words, "--skip-unusable"], capfd).run
     assert run.contexts["context_id"].tolist() == ["a"] and len(run.record["skipped"]) == 1
@@ -441,17 +442,16 @@ def test_contexts_that_are_too_long_are_refused_or_skipped_counted_and_recorded(
     subject = Subject(ModelSpec(name="short"), model, tokenizer, weights_hash(model))
     long = whole.contexts["context_id"][needed == needed.max()].tolist()
     assert len(long) < 6
-    with pytest.raises(UserError, match=rf"^conversation {long[0]}: it needs \d+ tokens, the mod"):
+    with pytest.raises(UserError, match=rf"\(id {long[0]}\): it needs \d+ tokens, the model ha"):
         sampled(SETTINGS, subject, tmp_path / "run")
     assert not (tmp_path / "run").exists()
     settings = replace(SETTINGS, skip_unusable=True)
     run = sampled(settings, subject, tmp_path / "run", progress)
     assert not {*long} & {*run.contexts["context_id"]} and len(run.contexts) == 6 - len(long)
-    assert [line.split(":")[0] for line in run.record["skipped"]] == [
-        f"conversation {name}" for name in long
-    ]
+    skipped = [line.split(":")[0] for line in run.record["skipped"]]
+    assert [line.split("(id ")[1] for line in skipped] == [f"{name})" for name in long]
     assert any(
-        line.startswith(f"skipped: {len(long)}, such as conversation ") for line in progress.lines
+        line.startswith(f"skipped: {len(long)}, such as builtin_") for line in progress.lines
     )
     model.config.max_position_embeddings = 4096  # which isn't where rotations change
     model.config.rope_parameters = {
@@ -574,6 +574,14 @@ def test_it_is_said_early_and_once_that_most_responses_are_unfinished(progress):
         phase.responded(written, unfinished)
         assert len(progress.lines) == 1 + said
     assert "7 of the first 12 responses didn't end within 5 tokens" in progress.lines[1]
+
+
+def test_first_tokens_that_are_not_there_are_not_counted_as_turns(progress):
+    phase = PhaseProgress(progress, "user turns", "turn", {"a": (41, 10)}, ["a"], 5)
+    part = phase.begin("a")
+    part.fewer(37, 37 * 5)
+    part.decoded(4, 4, 16)
+    assert progress.note.startswith("4/4 turns, decoding") and progress.steps == 41 * 5
 
 
 def test_the_bar_has_room_for_responses_that_are_drawn_again(progress):

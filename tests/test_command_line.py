@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -85,7 +86,7 @@ REFUSED = {  # words, in which {tmp} is a folder with the files below: the begin
     "--split train": "builtin has no splits, subsets or revisions; leave out --split",
     "--revision v2": "--revision v2: ",
     "--id-column key": "builtin_maths.jsonl line 1: no column 'key' (found: id, source_id,",
-    "--limit 1 --max-new-tokens 4000": "conversation maths-01: it needs 44",
+    "--limit 1 --max-new-tokens 4000": "builtin_maths.jsonl line 1 (id maths-01): it needs 44",
     "--positions header_9": "--positions header_9: this model's template has no such position; "
     "give all, header, or names among query_end, response_end, turn_end, turn_separator, header_0,",
     "--out {tmp}/text.jsonl": "{tmp}/text.jsonl is a file; give another --out or set IA_MECH_CACHE",
@@ -181,10 +182,12 @@ def test_what_needs_no_weights_is_checked_before_they_are_loaded(refused, monkey
     refused("--positions", "nowhere")
 
 
-def test_all_of_the_data_is_checked_before_a_model_is_looked_for(refused, monkeypatch, tmp_path):
+def test_data_without_a_usable_row_are_refused_before_a_model_is_looked_for(
+    refused, monkeypatch, tmp_path
+):
     monkeypatch.setattr("ia_mech.collect.plan.load_files", None)
-    data = rows(tmp_path / "chats.jsonl", question(), question(id="q2", question=3))
-    assert "chats.jsonl line 2" in refused("--dataset", data)
+    data = rows(tmp_path / "chats.jsonl", question(question=""), question(id="q2", question=3))
+    assert "chats.jsonl line 2 (id q2)" in refused("--dataset", data)
 
 
 def test_data_is_read_once_and_a_context_rendered_once(sample, monkeypatch):
@@ -284,20 +287,21 @@ def test_an_interrupted_run_says_what_is_kept_and_goes_on(sample, monkeypatch, t
     for kept, line in (
         (
             0,
-            "nothing was kept: turns are written 2 conversations at a time; the same command "
-            "begins again",
+            "nothing was kept: turns are written 2 conversations at a time",
         ),
         (
             1,
-            f"kept in {out}: the turns of 1 of 6 conversations; the same command goes on from "
-            "there",
+            f"kept in {out}: the turns of 1 of 6 conversations",
         ),
     ):
         with monkeypatch.context() as patch:
             stopped(patch, kept)
             outcome = sample(*command)
         assert outcome.status == 130 and outcome.out == "" and "Traceback" not in outcome.err
-        assert outcome.err.splitlines()[-1] == f"interrupted; {line}"
+        *_, said, again = outcome.err.splitlines()
+        assert said == f"interrupted; {line}"
+        assert again.startswith("next: ") and " sample --model " in again
+        assert again.endswith(" " + shlex.join(map(str, command))), "all flags, to be copied"
         assert there() == f"0 responses, {kept} contexts"
     with monkeypatch.context() as patch:
         written = stopped(patch, -1)
@@ -343,7 +347,10 @@ def test_rows_that_cannot_be_used_are_refused_or_skipped_counted_and_listed(
 ):
     good, bad = question(), {"id": "q2", "question": 3}
     data = rows(tmp_path / "chats.jsonl", bad, good, question(id="q3", question=""))
-    assert refused("--dataset", data).startswith("chats.jsonl line 1")
+    said = refused("--dataset", data)
+    assert (
+        said.startswith("chats.jsonl line 1 (id q2): ") and "; chats.jsonl line 3 (id q3)" in said
+    )
     for words in (["--dry-run"], []):
         outcome = sample("--dataset", data, "--skip-unusable", *words)
         notes = [line for line in outcome.out.splitlines() if line.startswith("note: skipped, ")]
@@ -351,6 +358,13 @@ def test_rows_that_cannot_be_used_are_refused_or_skipped_counted_and_listed(
         fewer = f"note: {data} has fewer conversations than --limit 3: 1"
         assert fewer in (outcome.out + outcome.err).splitlines()
     assert outcome.run.contexts["context_id"].tolist() == ["q1"]
+
+
+def test_rows_that_are_faulty_or_too_long_are_named_in_one_error(refused, tmp_path):
+    empty, long = question(id="q2", question=""), question(id="q3", response="so " * 9_000)
+    said = refused("--dataset", rows(tmp_path / "chats.jsonl", question(), empty, long))
+    assert said.startswith("chats.jsonl line 2 (id q2): the query is empty; chats.jsonl line 3 (id")
+    assert "): it needs " in said and said.count("--skip-unusable") == 1
 
 
 def test_a_column_that_may_be_the_real_follow_up_is_pointed_at_where_there_is_none(

@@ -14,7 +14,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ia_mech.data.conversations import ColumnMap, Conversation, open_conversations, validate
+from ia_mech.data.conversations import (
+    SKIP,
+    ColumnMap,
+    Conversation,
+    open_conversations,
+    validate,
+)
 from ia_mech.data.files import saved
 from ia_mech.data.formats import like_follow_up, like_gold
 from ia_mech.errors import UserError
@@ -292,7 +298,11 @@ def test_rows_are_read_again_each_time_and_only_as_far_as_needed(jsonl):
 UNUSABLE = [  # a row, column names, and what is said of it
     ({"prompt": ""}, {}, "data.jsonl line 2: the query is empty"),
     ("{not JSON", {}, "data.jsonl line 2 is not JSON (Expecting property name enclosed in double "),
-    ({"id": "a", "prompt": "again"}, {}, "data.jsonl line 2: id 'a' is that of row 1 and of row 2"),
+    (
+        {"id": "a", "prompt": "again"},
+        {},
+        "line 2 (id a): its id is that of data.jsonl line 1 (id a), too",
+    ),
     ({"other": "x"}, {}, "data.jsonl line 2: columns not recognised (found: other)"),
     ({"promt": "x"}, {}, "(found: promt, did you mean 'prompt' by 'promt'?)"),
     ({"prompt": "q", "model_output": "r"}, {}, "no response, and the column 'model_output' may be"),
@@ -398,18 +408,20 @@ def test_rows_left_out_do_not_count_for_the_limit_and_some_row_must_be_usable(js
 
 
 def test_one_error_names_the_first_unusable_rows_and_counts_the_others(jsonl):
-    good, empty, number = {"prompt": "q"}, {"prompt": " "}, {"prompt": 3}
+    good, empty, number = {"prompt": "q"}, {"prompt": " ", "ID": 7}, {"prompt": 3}
     path = jsonl(good, empty, number, good, *[empty] * 5)
     source = open_conversations(path)
     with pytest.raises(UserError) as raised:
         list(source)
-    assert str(raised.value).startswith(
-        "data.jsonl line 2: the query is empty (also line 5, line 6, line 7 and 2 more); "
-        "data.jsonl line 3: message 1 (user) is int, not text; 7 in all can't be used; correct"
+    lines = ", ".join(f"data.jsonl line {n} (id 7)" for n in (2, 5, 6, 7))
+    assert str(raised.value) == (
+        f"{lines}: the query is empty; data.jsonl line 3: message 1 (user) is int, not text; "
+        f"and 2 more rows; correct the row; {SKIP}"
     )
+    assert len(list(source.usable())) == 2 and len(source.faults) == 7
     assert len(list(open_conversations(path, limit=1))) == 1, "those after the limit aren't read"
-    assert "in all" not in error_of(jsonl(empty, good)), "a single one"
-    assert "1,000 or more in all can't" in error_of(jsonl(*[empty] * 1_001))
+    assert " more " not in error_of(jsonl(empty, good)), "a single one"
+    assert "; and at least 995 more rows; " in error_of(jsonl(*[empty] * 1_001))
 
 
 def test_memory_does_not_grow_with_the_rows(tmp_path):

@@ -119,6 +119,7 @@ def test_the_command_samples_each_arm_once(siblings, tmp_path, capfd):
     again = call(main, words, capfd)
     assert again.status == 0, again.err
     assert again.out == outcome.out
+    assert "--prompt is " in refusal(call(main, [*words, "--prompt", "Be kind."], capfd))
     planned = call(main, [*words, "--dry-run"], capfd).out
     assert planned.count("; done already") == 2 and "\ntime " not in planned
     assert f"go to {out}" in " ".join(planned.split())

@@ -4,6 +4,7 @@ import errno
 import importlib
 import os
 import re
+import shlex
 import shutil
 import sys
 from types import SimpleNamespace
@@ -251,7 +252,11 @@ def test_the_worked_experiment_measures_what_it_says_and_goes_on_where_it_was_st
         return rows(self, model)
 
     monkeypatch.setattr(opened, "rows", interrupted)
-    assert call(first_words.main, words, capfd).status == 130
+    stopped = call(first_words.main, words, capfd)
+    assert stopped.status == 130
+    *_, said, again = stopped.err.splitlines()
+    assert said == "interrupted; finished parts are kept"
+    assert again.startswith("next: ") and again.endswith(f"_experiment.py {shlex.join(words)}")
     assert not (folder / "result.json").exists()
     outcome = call(first_words.main, words, capfd)
     assert outcome.status == 0 and len(measured) == 4  # the first unit wasn't measured again

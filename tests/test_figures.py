@@ -148,6 +148,7 @@ def test_a_bar_is_a_line_now_and_then_where_none_can_be_redrawn(capsys, monkeypa
     shown = lines(40)
     assert len(shown) == 40 and shown[0].startswith("rows:   2% 1/40 steps [00:00, ")
     assert len({*shown}) == 40 and shown[-1].endswith("number 39]")
+    assert shown[-2].startswith("rows:  97% 39/40"), "100% only at the end"
 
 
 def test_a_notebook_redraws_its_bar(monkeypatch):

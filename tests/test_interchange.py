@@ -210,10 +210,10 @@ def test_what_cannot_be_exchanged_is_refused_and_what_it_takes_is_said(used, com
     assert "--layers 5: the model has 4" in refusal(command(used.path, "--layers", "5"))
     planned = command(used.path, "--dry-run", "--queries", "5")
     assert planned.status == 0 and not (tmp_path / "out").exists()
-    assert "340 conversations to sample 17 turns after each" in planned.out
+    assert "340 conversations to sample 17 user turns after each" in planned.out
     one = ("--tokens", "header_last", "--layers", "3", "3")
     planned = command(used.path, "--dry-run", "--queries", "5", *one)
-    assert "40 conversations to sample 17 turns after each" in planned.out
+    assert "40 conversations to sample 17 user turns after each" in planned.out
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)

@@ -248,7 +248,10 @@ def test_turns_with_one_drawn_token_are_those_and_as_often_follow_ups(used, out,
 def test_a_dry_run_says_how_many_turns_there_are(used, placed, tmp_path, capfd):
     """By the header's logits, if the run has kept them; else how many there are at most."""
     words = [*words_for(used, tmp_path / "no", 0.3), "--dry-run"]
-    assert "9 conversations to sample 41 turns after each" in call(mass.main, words, capfd).out
+    assert (
+        "9 conversations to sample about 41 user turns after each"
+        in call(mass.main, words, capfd).out
+    )
     kept = replace(
         Settings.read(used.settings | {"dataset": str(used.path.parent / "chats.jsonl")}),
         header_logits="full", sampled_tokens=("all",), samples=1,
@@ -258,7 +261,7 @@ def test_a_dry_run_says_how_many_turns_there_are(used, placed, tmp_path, capfd):
         p = (full_logits(placed.model, [*map(int, ids)], [0])[-1] / T).softmax(-1)
         counts.append(1 + int((p.sort(descending=True).values.cumsum(0) < 0.3).sum()))
     assert max(counts) < 40
-    said = f"9 conversations to sample {1 + round(np.mean(counts))} turns after each"
+    said = f"9 conversations to sample about {1 + round(np.mean(counts))} user turns after each"
     words = [*words_for(run, tmp_path / "no", 0.3), "--dry-run"]
     assert said in call(mass.main, words, capfd).out
 

@@ -232,8 +232,11 @@ def test_rows_from_python_are_settings_as_the_file_that_they_are_written_to(
         ({"responses": 2, "response": "given"}, "^response='given': .* use response='generate'"),
         ({"dataset": "builtin", "split": "test"}, "leave out split, subset and revision"),
         ({"device_map": "auto", "device": "cpu"}, "^device_map can't be used with device;"),
-        ({"dataset": [{"prompt": "q", "image": "x"}]}, "name it with metadata_columns if it isn't"),
-        ({"dataset": [{"prompt": "q", "files": ["x"]}]}, r"\(skip_unusable=True\), or name it"),
+        ({"dataset": [{"prompt": "q", "image": "x"}]}, "name it with metadata_columns if it isn"),
+        (
+            {"dataset": [{"prompt": "q", "files": ["x"]}]},
+            r"out \(skip_unusable=True\)$",
+        ),
         ({"shard": "3/2"}, "^shard: '3/2' .*; see ia-mech sample --help$"),
     ],
 )

@@ -129,6 +129,8 @@ def test_a_plan_names_the_command_of_each_stage(tiny_model_dir, capfd, tmp_path)
     assert outcome.status == 0 and not (tmp_path / "no").exists()
     for name in ("sample", "judge", "mass", "locate", "elicit", "probes", "all"):
         assert f"\n{name} " in f"\n{outcome.out}"
+    quick = call(study.main, [tiny_model_dir, "--quick", "--dry-run"], capfd).out
+    assert "--recipients 1 --maps none\n" in quick
     given = study.build_parser().parse_args(["m", "--judge", "llm --model 'a b'"])
     todo = {one.name: one.words for one in study.stages(study.with_defaults(given))}
     assert todo["judge"][3:] == ["--judge", "llm", "--model", "a b"]

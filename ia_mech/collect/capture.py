@@ -27,7 +27,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ia_mech.cli import Parser, run_command, run_folder, shell_word, whole_from
+from ia_mech.cli import Parser, go_on, run_command, run_folder, shell_word, whole_from
 from ia_mech.errors import UserError
 from ia_mech.run import Run, RunWriter, layout
 from ia_mech.run.labels import KEY
@@ -73,7 +73,8 @@ def temperature(text: str) -> float | None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    args = build_parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    args = build_parser().parse_args(words)
 
     def body() -> None:
         run = Run.open(args.run)
@@ -91,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
             capture(wanted, subject, Bar())
             print(f"written to {shell_word(run.path / layout.STATES)}")
 
-    return run_command(body, lambda: "whole parts are kept; repeat the command to go on")
+    return run_command(body, lambda: go_on("whole parts are kept", "ia-mech capture", words))
 
 
 class Wanted:

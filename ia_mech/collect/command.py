@@ -6,7 +6,8 @@ late, so that ``--help`` and a mistyped flag answer at once.
 
 import argparse
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -123,7 +124,8 @@ def shard_of(text: str) -> Shard:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     tolerant_streams()
-    args = build_parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    args = build_parser().parse_args(words)
     out: Path | None = args.out
 
     def body() -> None:
@@ -148,7 +150,7 @@ def main(argv: list[str] | None = None) -> int:
         else:
             print_shard(run, args.shard)
 
-    return run_command(body, lambda: _kept(out))
+    return run_command(body, lambda: _interrupted(out, words))
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
@@ -184,7 +186,7 @@ def _planned(settings: Settings, out: Path, progress: Progress, ray: str | None)
     source = settings.conversations()
     if not (settings.dataset.startswith("builtin") or cli.expanded(settings.dataset).exists()):
         progress.say(f"reading {one_line(settings.dataset)} …")  # over the network
-    rows = [*source]
+    rows = [*source.usable()]
     progress.say(f"loading {one_line(settings.model)} …")  # a busy machine imports for a minute
     from ia_mech.collect.plan import Plan
     from ia_mech.engine.cluster import device_of
@@ -248,16 +250,20 @@ def _argument(name: str, value: Any, parse: Callable[[str], Any]) -> Any:
     return None if value is None else parse_value(name, value, parse)
 
 
-def _kept(out: Path | None) -> str:
+def _interrupted(out: Path | None, words: Sequence[str]) -> str:
     """What an interrupted run has on the disk, and how to go on."""
-    if out is None or not (out / layout.RUN).exists():
-        return "nothing was written yet; the same command begins again"
     try:
-        run = Run(out)
-        done, counts = run.counts["contexts"], run.counts
-        drawn, parts = kept_draws(out), run.record["parts"]["contexts"]
-    except UserError as error:
+        return cli.go_on(_kept(out), "ia-mech sample", words)
+    except UserError as error:  # a damaged file: the same command would be refused
         return str(error)
+
+
+def _kept(out: Path | None) -> str:
+    if out is None or not (out / layout.RUN).exists():
+        return "nothing was written yet"
+    run = Run(out)
+    done, counts = run.counts["contexts"], run.counts
+    drawn, parts = kept_draws(out), run.record["parts"]["contexts"]
     every = run.record["identity"]["conversations"]["count"]
     kept = [f"the turns of {done} of {every} conversations"] if done else []
     kept += [f"{counts['responses']} responses"] if counts["responses"] else []
@@ -266,6 +272,6 @@ def _kept(out: Path | None) -> str:
         several = -(-every // parts)
         return (
             f"nothing was kept: turns are written {several} conversation{'s' * (several > 1)} at a "
-            "time; the same command begins again"
+            "time"
         )
-    return f"kept in {out}: {', '.join(kept)}; the same command goes on from there"
+    return f"kept in {out}: {', '.join(kept)}"

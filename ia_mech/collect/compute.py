@@ -276,8 +276,8 @@ class Computation:
             for group in groups
             for n in first_tokens_holding(share, group.logits, t, most - 1)
         ]
-        spared = sum(most - count for count in counts)
-        work.decoded(0, spared, spared * self.settings.max_new_tokens)
+        lacking = sum(most - count for count in counts)
+        work.fewer(lacking, lacking * self.settings.max_new_tokens)
         return counts
 
     def _prefilled(

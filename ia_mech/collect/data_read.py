@@ -74,7 +74,7 @@ def _text(
     own = sum(row.messages[0]["role"] == "system" for row in rows)
     counts = {"with a system message of their own": own}
     if settings.system is not None:
-        counts["get that of --system"] = len(rows) - own
+        counts["get the one of the command line"] = len(rows) - own
     elif writes_system(joints):
         default = "default one" if own else "default system message"
         counts[f"get the template's {default}"] = len(rows) - own

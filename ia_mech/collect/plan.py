@@ -62,8 +62,8 @@ class Plan:
     """The plan of a run. All shards of a run make the same.
 
     ``files`` of the model and the ``source`` of conversations are opened here if they aren't given,
-    and the source is read unless all of its ``rows`` are given. The ``device`` is the one of this
-    machine that is set, unless it is elsewhere.
+    and the source is read unless all of its usable ``rows`` are given. The ``device`` is the one of
+    this machine that is set, unless it is elsewhere.
 
     Attributes:
         settings: with their ``batch_rows``, the most rows that are decoded together.
@@ -107,10 +107,10 @@ class Plan:
         self._ids: dict[int, int] = {}  # of many equal numbers, all contexts hold one
         self.skipped: list[str] = []
         self._faults: list[tuple[str, UserError]] = []
-        for conversation in self.source if rows is None else rows:
+        for conversation in self.source.usable() if rows is None else rows:
             self._add(conversation)
-        if self._faults:
-            raise together(self._faults)
+        if faults := [*self.source.faults, *self._faults]:
+            raise together(faults)
         self.skipped += self.source.skipped
         self._refuse_nothing_to_do()
         used = [one.conversation for one in self.contexts]
@@ -160,13 +160,12 @@ class Plan:
         try:
             planned = self._planned(_told_apart(one, self.chat))
         except UserError as error:
-            place = f"conversation {one.id}"
+            place = self.source.places[one.id]
             problem = f"{place}: {error.problem}"
             if self.settings.skip_unusable:
                 self.skipped.append(problem)
             else:
-                skip = "--skip-unusable leaves such conversations out, with --dry-run it lists them"
-                self._faults.append((place, UserError(problem, f"{error.remedy} ({skip})")))
+                self._faults.append((place, UserError(problem, error.remedy)))
             return
         if not several:
             self.contexts.append(planned)
@@ -194,8 +193,7 @@ class Plan:
         if limit is not None and needed > limit:
             raise UserError(
                 f"it needs {needed} tokens, the model has {limit}",
-                "remove or shorten it, lower --max-response-tokens or --max-new-tokens, or use "
-                "--skip-unusable",
+                "shorten the row, or lower --max-response-tokens or --max-new-tokens",
             )
         if writes:
             prompt = tuple(self.chat.prompt(shown.messages[:-1]))

@@ -57,6 +57,11 @@ class PhaseProgress:
             rows, tokens = self._parts.pop(name)
             self.report("writing", tokens, ended=rows)
 
+    def fewer(self, rows: int) -> None:
+        """So many rows turn out not to be there."""
+        with self._reporting:
+            self._rows -= rows
+
     def responded(self, written: int, unfinished: int) -> None:
         """So many responses were written, of which some are unfinished. If most are, say so once,
         while there is time to stop."""
@@ -107,6 +112,11 @@ class PartProgress:
         """So many rows drew a token, and so many ended, with ``spared`` tokens that they might have
         written."""
         self._report("decoding", rows + spared, rows, 0 if self._again else ended)
+
+    def fewer(self, rows: int, tokens: int) -> None:
+        """So many rows, with so many tokens, turn out not to be there."""
+        self.phase.fewer(rows)
+        self._report("decoding", tokens)
 
     def redraw(self, rows: int) -> None:
         """So many responses are drawn now to take the places of others."""

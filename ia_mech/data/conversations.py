@@ -13,10 +13,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from ia_mech.cli import did_you_mean, expanded
+from ia_mech.cli import did_you_mean, expanded, one_line
 from ia_mech.data import files, presets
 from ia_mech.data.files import Rows
-from ia_mech.data.formats import CORRECT, ColumnMap, bare, parse
+from ia_mech.data.formats import CORRECT, ColumnMap, bare, id_of, parse
 from ia_mech.data.messages import Message
 from ia_mech.data.values import DEPTH, from_json, json_type, list_of
 from ia_mech.errors import UserError
@@ -34,8 +34,8 @@ ROLES = ("system", "user", "assistant", "tool")
 # By their first letters. An assistant may call tools before it answers.
 _ORDER = re.compile(r"s?(u(at+)*a)*u(at+)*a?")
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-_AS_LINE = f"{files.AS_JSON}, or leave such rows out (--skip-unusable)"
-NAMED = 3  # faults, and rows with the same fault, that one error names
+NAMED = 5  # rows that one error names
+SKIP = "or leave such rows out (--skip-unusable)"
 MOST_UNUSABLE = 1_000  # rows, after which no more are read
 
 
@@ -139,7 +139,7 @@ def validate(conversation: Conversation, place: str) -> None:
         if message.get("tool_calls") and (following is None or following["role"] != "tool"):
             raise UserError(
                 f"{place}: message {number} calls a tool, and no result follows",
-                "add it, and the answer after it; or leave the row out (--skip-unusable)",
+                "add it, and the answer after it",
             )
     for name in ("id", "source_id", "real_follow_up", "answer", "perturbation"):
         if (text := getattr(conversation, name)) is not None:
@@ -168,23 +168,21 @@ def validate(conversation: Conversation, place: str) -> None:
 
 
 def together(faults: Sequence[tuple[str, UserError]]) -> UserError:
-    """One error that names the first of several places with their faults, and counts the rest."""
-    alike: dict[str, list[tuple[str, UserError]]] = {}
-    for place, error in faults:
-        alike.setdefault(error.problem.removeprefix(place), []).append((place, error))
-    where = faults[0][0].rsplit(" ", 2)[0] + " "  # the file, of a row
-    named = []
-    for (_, first), *others in [*alike.values()][:NAMED]:
-        also = [place.removeprefix(where) for place, _ in others[:NAMED]]
-        more = f" and {len(others) - NAMED} more" * (len(others) > NAMED)
-        named.append(first.problem + (f" (also {', '.join(also)}{more})" if also else ""))
-    if len(alike) > NAMED:
-        named.append(f"and {len(alike) - NAMED} more faults")
-    if len(faults) > 1:
-        count = f"{len(faults):,}{' or more' * (len(faults) >= MOST_UNUSABLE)}"
-        named.append(f"{count} in all can't be used")
-    remedies = dict.fromkeys(rows[0][1].remedy for rows in [*alike.values()][:NAMED])
-    return UserError("; ".join(named), "; ".join(remedies))
+    """One error that names the first of several rows with their faults, counts the others, and
+    ends with what to do.
+
+    Args:
+        faults: of each row its place, and an error that begins with the place.
+    """
+    alike: dict[str, list[str]] = {}
+    for place, error in faults[:NAMED]:
+        alike.setdefault(error.problem.removeprefix(place), []).append(place)
+    named = [f"{', '.join(places)}{fault}" for fault, places in alike.items()]
+    if (more := len(faults) - NAMED) > 0:
+        least = "at least " * (len(faults) >= MOST_UNUSABLE)
+        named.append(f"and {least}{more:,} more row{'s' * (more > 1)}")
+    remedies = dict.fromkeys(error.remedy for _, error in faults[:NAMED])
+    return UserError("; ".join(named), "; ".join([*remedies, SKIP]))
 
 
 def _check_text(content, what: str) -> None:
@@ -207,6 +205,8 @@ class ConversationSource:
 
     What the last iteration has found so far:
         skipped: with ``skip_unusable``, place and reason of each row that was left out.
+        faults: without, each row that can't be used, as :func:`together` takes them.
+        places: where the row of each conversation stands, by the conversation's id.
         rest: whether it ended by ``limit``, before the last row.
         left: columns kept as metadata.
         roles: columns read, by fields of :class:`ia_mech.data.formats.ColumnMap`.
@@ -224,40 +224,48 @@ class ConversationSource:
     skip_unusable: bool
 
     def __iter__(self) -> Iterator[Conversation]:
+        yield from self.usable()
+        if self.faults:
+            raise together(self.faults)
+
+    def usable(self) -> Iterator[Conversation]:
+        """The conversations of all rows that can be used. The other rows are in :attr:`faults`,
+        unless there is no other: one error names them then."""
         self.skipped: list[str] = []
+        self.faults: list[tuple[str, UserError]] = []
+        self.places: dict[str, str] = {}
         self.rest = False
         self.left: dict[str, None] = {}
         self.roles: dict[str, dict[str, None]] = {}
         self.cut = self.unpacked = used = 0  # rows
-        seen: dict[str, int] = {}
         names: set[str] = set()  # of columns and of fields of messages
-        faults: list[tuple[str, UserError]] = []
         rows = self.read()
         for number, (place, row) in enumerate(rows, start=1):
-            if number - len(self.skipped) - 1 == self.limit or len(faults) == MOST_UNUSABLE:
+            if number - len(self.skipped) - 1 == self.limit or len(self.faults) == MOST_UNUSABLE:
                 self.rest = True
                 break
             try:
                 if isinstance(row, bytes):
-                    row = parse_json(row, place, _AS_LINE)
+                    row = parse_json(row, place, files.AS_JSON)
                 if not isinstance(row, dict):
                     kind = type(row).__name__
-                    raise UserError(f"{place} holds a {kind}, not an object", _AS_LINE)
+                    raise UserError(f"{place} holds a {kind}, not an object", files.AS_JSON)
+                if (own := id_of(row, self.columns)) is not None:
+                    place += f" (id {one_line(str(own), 40)})"
                 if not names.issuperset(self.columns.metadata):
                     names.update(_names(row))
-                made = self._made(row, place, number, seen)
+                made = self._made(row, place, number)
             except UserError as error:
                 if self.skip_unusable:
                     self.skipped.append(error.problem)
                 else:
-                    faults.append((place, error))
+                    self.faults.append((place, error))
                 continue
-            seen |= {conversation.id: number for conversation in made}
+            self.places |= {conversation.id: place for conversation in made}
             used += 1
-            if not faults:  # else the others are only checked
-                yield from made
-        if faults:
-            raise together(faults)
+            yield from made
+        if self.faults and not used:
+            raise together(self.faults)
         for name in self.columns.metadata:
             if bare(name) not in map(bare, names):
                 raise UserError(
@@ -269,8 +277,8 @@ class ConversationSource:
             why = f"no usable row ({self.skipped[0]})" if self.skipped else "no rows"
             raise UserError(f"dataset {self.name} has {why}", "give one that has")
 
-    def _made(self, row: Any, place: str, number: int, seen: dict[str, int]) -> list[Conversation]:
-        """The checked conversations of a row; ``seen`` has the rows of earlier ids."""
+    def _made(self, row: Any, place: str, number: int) -> list[Conversation]:
+        """The checked conversations of a row."""
         columns = self.columns
         try:
             if not columns.names_content and (preset := self.preset or presets.recognise(row)):
@@ -295,10 +303,9 @@ class ConversationSource:
             made = [one.with_response_index(index) for index, one in enumerate(made)]
         for conversation in made:
             validate(conversation, place)
-            if conversation.id in seen:
+            if conversation.id in self.places:
                 raise UserError(
-                    f"{place}: id {conversation.id!r} is that of row {seen[conversation.id]} and "
-                    f"of row {number}",
+                    f"{place}: its id is that of {self.places[conversation.id]}, too",
                     "make the ids unique, or name another column with --id-column",
                 )
         return made
@@ -314,7 +321,7 @@ def open_conversations(
     revision: str | None = None,
     skip_unusable: bool = False,
 ) -> ConversationSource:
-    """Open a dataset and read its first row, so that what can't be used is known at once.
+    """Open a dataset and read its first usable row, so that one without any is refused at once.
 
     Args:
         dataset: ``builtin`` (three parts in turn), ``builtin:maths|instructions|open``,
@@ -327,9 +334,8 @@ def open_conversations(
             otherwise end the iteration with a ``UserError``. They don't count for ``limit``.
 
     Raises:
-        UserError: nothing of this name, nothing in it, or a first row that can't be used (with
-            ``skip_unusable``: no row that can). Iterating raises one error for all rows that can't
-            be used.
+        UserError: nothing of this name, nothing in it, or no row that can be used. Iterating ends
+            with one error for all rows that can't be used.
     """
     columns, preset = columns or ColumnMap(), presets.find(dataset)
     opened = local(dataset)

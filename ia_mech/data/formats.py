@@ -50,7 +50,7 @@ from ia_mech.data.values import from_json, is_gap, is_null, json_type, jsonable,
 from ia_mech.errors import UserError
 from ia_mech.untrusted import parse_json
 
-CORRECT = "correct the row, or leave such rows out (--skip-unusable; with --dry-run it lists them)"
+CORRECT = "correct the row"
 FORMATS = ("auto", "messages", "sharegpt", "qa", "turns", "alternating")
 CUTS = ("first", "last")
 _OWN = ("id", "source_id", "dataset", "messages", "real_follow_up")  # of Conversation.to_dict
@@ -146,6 +146,13 @@ class ColumnMap:
         """Whether the shape or a column of its own was named: then no preset is guessed."""
         columns = (self.messages, self.query, self.response, self.followup, self.answer)
         return self.format != "auto" or any(columns)
+
+
+def id_of(row: dict, columns: ColumnMap) -> str | int | None:
+    """What a row has for an id, whether or not the row can be used."""
+    own = {bare(name): value for name, value in row.items() if isinstance(value, str | int)}
+    names = [columns.id] if columns.id else _NAMES["id"]
+    return next((own[bare(name)] for name in names if own.get(bare(name)) not in (None, "")), None)
 
 
 def parse(row: dict, columns: ColumnMap, place: str) -> "Row":

@@ -43,8 +43,8 @@ _UNREAD_FIELDS = (*UNREAD, "file", "context", "refusal", "channel", "functions")
 _PART_FIELDS = ("type", "text", "annotations", "cache_control", "logprobs")
 METADATA = "--metadata-columns"
 NOT_PART = (
-    "put what it says into the messages, leave the row out (--skip-unusable), or name it with "
-    f"{METADATA} if it isn't part of the conversation"
+    f"put what it says into the messages, or name it with {METADATA} if it isn't part of the "
+    "conversation"
 )
 
 
@@ -247,7 +247,7 @@ def _joined(parts: list, place: str) -> tuple[str, list]:
             kind = next(iter(extra), kind) if kind == "text" else kind
             raise UserError(
                 f"{place} has a part of the kind {str(kind)!r}, which is no text",
-                "leave the row out (--skip-unusable), or write what the part says as text",
+                "write what the part says as text",
             )
     return "\n".join(map(str, texts)), thoughts
 

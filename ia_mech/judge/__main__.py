@@ -13,6 +13,7 @@ from ia_mech.cli import (
     RUN,
     Parser,
     add_threads,
+    go_on,
     one_line,
     path_of,
     refuse,
@@ -61,7 +62,9 @@ def main(argv: list[str] | None = None) -> int:
 
     cached = getattr(args, "judge", "builtin") != "builtin"
     kept = "labels so far are kept" if cached else "no file was left half-written"
-    return run_command(body, lambda: kept, getattr(args, "threads", None))
+    return run_command(
+        body, lambda: go_on(kept, "ia-mech judge", words), getattr(args, "threads", None)
+    )
 
 
 def build_parser() -> argparse.ArgumentParser:
