@@ -449,8 +449,8 @@ class FollowUps(Grid):
         rows = all_datasets(only(found, MOVED))
         by_layer = rows[rows["layer"].notna() & (rows["term"] != FIRST)]
         if by_layer.empty:
-            return {"cells": Bars(title, axis, rows)}
-        zero = {"": 0.0}
+            return {"cells": Bars(title, axis, rows, differences=True)}
+        zero = {"no difference": 0.0}
         return {"cells": Lines(title, "layer", axis, by_layer, across="layer", levels=zero)}
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:

@@ -227,7 +227,8 @@ class Arms(Experiment):
         rows = rows.assign(term=rows["term"].replace(self.words))
         title = self.runs[0].model["name"]
         title = gate_title(title, self.gate) if self.judged else title
-        return {"arms": Bars(title, self.change, rows)}
+        unit = "difference" if self.measured else "difference of shares of turns (-1 to 1)"
+        return {"arms": Bars(f"Differences: {self.change}\n{title}", unit, rows, differences=True)}
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         """The changes of what counts, then those of the controls."""

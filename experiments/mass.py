@@ -462,7 +462,9 @@ class Mass(Experiment):
         rows = all_datasets(found[found["term"] == EVERY])
         rows = rows[rows["quantity"].isin([RATE, IN_ROLE])]
         title = f"{self.runs[0].model['name']}, T = {self.args.temperature:g}"
-        sampled: Drawing = Bars(title, "share of turns", rows, names="decoding", by="quantity")
+        sampled: Drawing = Bars(
+            title, "share of turns (0 to 1)", rows, names="decoding", by="quantity"
+        )
         layers = all_datasets(found[found["layer"].notna()])
         layers = layers[layers["term"] == EVERY]
         if layers.empty:

@@ -382,7 +382,7 @@ class MassVector(Arms):
         shown = rows[rows["quantity"].isin(SHARES)]
         title = f"{self.runs[0].model['name']}, T = {self.args.temperature:g}"
         title += f", after layer {self.layer}"
-        return {"moved": Bars(title, "share", shown, names="quantity", by="term")}
+        return {"moved": Bars(title, "share (0 to 1)", shown, names="quantity", by="term")}
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         whole = all_datasets(found)

@@ -231,6 +231,7 @@ class Bars:
         rows: estimates.
         names: the column that names the rows, from top to bottom in the order of ``rows``.
         by: the column whose values have colours.
+        differences: whether they are differences, of which 0 is none.
     """
 
     title: str
@@ -238,6 +239,7 @@ class Bars:
     rows: pd.DataFrame
     names: str = "term"
     by: str = "dataset"
+    differences: bool = False
 
     def draw(self) -> "Figure":
         told = [name for name in (self.by, "temperature") if name in self.rows]
@@ -245,11 +247,17 @@ class Bars:
         rows = with_shown_intervals(self.rows).assign(
             line=_labels(self.rows, [self.names]), colour=_labels(self.rows, told)
         )
-        figure = draw_rows(self.title, self.x, rows)
+        figure = draw_rows(self.title, self.x, rows, "no difference" if self.differences else "")
+        what, chance = "an estimate", ""
+        if self.differences:
+            what = "a difference, not a rate"
+            chance = (
+                " Of many intervals some miss 0 by chance: a difference is shown only where its "
+                "corrected p in the table is at most 0.05."
+            )
         figure.set_label(
-            "Each point is an estimate, and the line through it is its interval. Of many intervals "
-            "some miss 0 by chance: an effect is shown only where its corrected p in the table is "
-            f"at most 0.05. Hollow points have no interval: fewer than {LEAST_SHOWN} queries."
+            f"Each point is {what}, and the line through it is its interval.{chance} Hollow points "
+            f"have no interval: fewer than {LEAST_SHOWN} queries."
         )
         return figure
 

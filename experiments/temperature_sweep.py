@@ -266,7 +266,7 @@ class TemperatureSweep(Experiment):
         shares = pd.concat([only(found, RATE), floor])
         t, tokens = "temperature (0 = greedy)", only(found, TOKENS)
         made: dict[str, Drawing] = {
-            "rates": Lines(title, t, "share of turns", shares, by="dataset"),
+            "rates": Lines(title, t, "share of turns (0 to 1)", shares, by="dataset"),
             "first_token": Lines(title, "temperature", TOKENS, tokens, by="dataset", log=True),
         }
         if (mass := only(pooled, MASS))["value"].notna().any():

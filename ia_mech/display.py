@@ -43,17 +43,17 @@ SECONDS = 10.0  # after which a log file gets another line about a phase
 REACH = 8.0  # points to each side of a mark within which a click hits it
 
 STYLE: dict[Any, Any] = {
-    "axes.labelsize": 9,
+    "axes.labelsize": 10,
     "axes.linewidth": 0.7,
     "font.family": "DejaVu Sans",  # comes with matplotlib: the same picture everywhere
-    "font.size": 9,
+    "font.size": 10,
     "figure.titlesize": 10,
     "figure.titleweight": "bold",
-    "legend.fontsize": 8,
+    "legend.fontsize": 10,
     "legend.frameon": False,
     "text.parse_math": False,  # names of runs and positions may hold a $
-    "xtick.labelsize": 8,
-    "ytick.labelsize": 8,
+    "xtick.labelsize": 10,
+    "ytick.labelsize": 10,
 }
 
 
@@ -190,6 +190,7 @@ def with_style(draw: Callable[..., Any]) -> Callable[..., Any]:
 
 
 TITLE = 11  # letters of a title per inch
+WIDTH = 5.6  # inches of a figure, with which its letters are as large as a page's beside it
 
 
 def title_axes(axes: Axes, title: str) -> None:
@@ -209,7 +210,7 @@ def by_colour(frame: pd.DataFrame, by: str) -> Iterator[tuple[str, tuple[str, pd
 
 
 def new_axes(
-    title: str, across: str, up: str = "", size: tuple[float, float] = (6.5, 4)
+    title: str, across: str, up: str = "", size: tuple[float, float] = (WIDTH, 4)
 ) -> tuple[Figure, Axes]:
     """A figure of one panel, with a title and the labels of its axes."""
     from matplotlib.figure import Figure
@@ -248,12 +249,13 @@ def draw_points(
     _link(axes, across, up, rows)
 
 
-def draw_rows(title: str, across: str, rows: pd.DataFrame) -> Figure:
+def draw_rows(title: str, across: str, rows: pd.DataFrame, zero: str = "") -> Figure:
     """A figure of estimates as points with their intervals. Those with the same ``line`` stand in a
     row of that name, from top to bottom as they first appear. Those with the same ``colour``, also
-    a name, have one. An estimate without an interval is a hollow point."""
+    a name, have one. An estimate without an interval is a hollow point. ``zero`` says what 0 means,
+    beside the line there."""
     lines, colours = list(rows["line"].unique()), list(rows["colour"].unique())
-    figure, axes = new_axes(title, across, size=(7, 1.4 + 0.4 * len(lines)))
+    figure, axes = new_axes(title, across, size=(WIDTH, 2.0 + 0.4 * max(len(lines), 2)))
     for number, (colour, (name, own)) in enumerate(by_colour(rows, "colour")):
         beside = (number - (len(colours) - 1) / 2) * 0.8 / max(len(colours), 2)
         at = own["line"].map(lines.index).to_numpy(dtype=float) + beside
@@ -262,9 +264,14 @@ def draw_rows(title: str, across: str, rows: pd.DataFrame) -> Figure:
         draw_points(axes, at[~hollow], own[~hollow], label=name, **look)
         draw_points(axes, at[hollow], own[hollow], mfc="white", **look)
     axes.axvline(0.0, color="0.3", lw=0.8)
+    if zero:
+        at_top: dict[str, Any] = {"ha": "center", "va": "bottom", "color": "0.3"}
+        axes.text(0, 1.02, zero, transform=axes.get_xaxis_transform(), **at_top)
+        axes.set_title(axes.get_title(), fontsize=10, fontweight="bold", pad=18)
     list_names(axes, lines)
+    axes.set_ylim(len(lines) - 0.5, -0.5)
     if len(colours) > 1:
-        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))  # where it hides no interval
+        figure.legend(loc="outside lower center", ncols=min(len(colours), 3))  # off the intervals
     return figure
 
 

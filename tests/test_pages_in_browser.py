@@ -73,6 +73,7 @@ def opened(browser, tmp_path) -> Iterator[Callable]:
         )
         page.goto(f"file://{file}{place}")
         page.wait_for_selector("#data", state="detached")
+        page.evaluate("document.querySelector('#filters details')?.setAttribute('open', '')")
         return page
 
     yield open_page
@@ -185,6 +186,7 @@ def test_a_mark_of_a_figure_leads_to_its_turns_and_words_say_what_they_mean(
 ):
     assert rates_main([str(judged.path)]) == 0
     page = opened(render_report([judged]))
+    page.evaluate("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
     bar = page.locator(".plot a[href*='category=new']").first
     bar.focus()
     page.keyboard.press("Enter")
@@ -436,6 +438,7 @@ def many(contexts: int, turns: int) -> tuple[pd.DataFrame, pd.DataFrame]:
     said["category builtin"] = np.array(NAMES)[rng.integers(0, len(NAMES), count)]
     said["score builtin"] = rng.random(count)
     said["reason builtin"], said["decoy"] = "because", ""
+    said["restates"] = said.index == 0
     return about, said
 
 
@@ -444,9 +447,10 @@ def rendered_turns(contexts: pd.DataFrame, turns: pd.DataFrame) -> str:
     return rendered(
         "report",
         packed(columns_of(contexts, turns, ["run"])),
-        **dict.fromkeys(("title", "description", "turns_note", "version"), "t"),
+        **dict.fromkeys(("title", "question", "description", "turns_note", "version"), "t"),
         **dict.fromkeys(
-            ("cards", "commands", "without_results", "rubric", "words", "conclusions"), ()
+            ("cards", "commands", "without_results", "rubric", "words", "conclusions", "controls"),
+            (),
         ),
         heading=heading,
         several=False,

@@ -144,7 +144,7 @@ def test_a_field_of_the_data_tells_rates_apart(run, rates):
     run.unanswered = 2, 14  # as if the model had written responses
     made = result(read_runs([run], by="topic"))
     assert any("2 of 14 queries of run have too few finished" in note for note in made.notes)
-    assert list(made.figures) == ["by field", "rates"]
+    assert list(made.figures) == ["by field", "rates", "categories"]
     names = [text.get_text() for text in made.figures["by field"].axes[0].get_yticklabels()]
     assert names == ["maths", "–"]
     assert made.name == "rates-builtin-by-topic" and made.question.endswith(", by topic?")
@@ -210,7 +210,7 @@ def test_every_rate_is_printed_with_its_interval_and_written(run, rates, tmp_pat
     assert (about["judge"], about["gate"], list(kept.figures)) == (
         "builtin",
         "no decoys",
-        ["rates"],
+        ["rates", "categories"],
     )
     assert str(tmp_path) not in json.dumps(about)
     assert Run.open(run.path).verify() == []

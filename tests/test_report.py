@@ -193,6 +193,32 @@ def test_a_report_ends_with_the_answer_and_turns_of_different_labels(run, report
     assert both[0].startswith("run: By the") and both[1].startswith("other: By the")
 
 
+def test_follow_ups_that_may_only_restate_the_query_are_marked_and_no_examples(run, monkeypatch):
+    plant(run, "builtin", [FOLLOW_UP] * 60)
+    first, second = run.generations["text"].iloc[:2]
+    for suspect in (lambda query, text: text == first, lambda query, text: True):
+        monkeypatch.setattr("ia_mech.judge.shown.restates", suspect)
+        monkeypatch.setattr(browsers, "restates", suspect)
+        turns = unpacked(render_report([run]))["turns"]
+        texts = [visible(first)] if suspect("", second) is False else turns["text"]
+        assert [text in texts for text in turns["text"]] == turns["restates"]
+        (example,) = labelled_turns(run, "builtin", 1)
+        assert (example.text == first) == suspect("", second), "the first, if all are suspects"
+
+
+def test_rates_by_a_field_alone_leave_the_plain_answer_on_top(run, report):
+    assert judge_main(["run", str(run.path)]) == 0
+    assert rates_main([str(run.path), "--by", "dataset"]) == 0
+    lines = report(run.path).out.splitlines()
+    top, rest = read_by_people((run.path / "report.html").read_text()).split("by dataset?", 1)
+    assert "How often are the user turns follow-ups?" in top and "By dataset, " in rest
+    assert lines[0] in top and lines[1] in top
+    assert rates_main([str(run.path)]) == 0 and report(run.path).status == 0
+    page = (run.path / "report.html").read_text()
+    assert page.index('class="sentence">By the built-in') < page.index("follow-ups, by dataset?")
+    assert 'class="conclusion"' not in page
+
+
 def test_turns_and_decoys_stand_after_what_the_judge_was_shown(run):
     assert judge_main(["run", str(run.path)]) == 0
     run = Run.open(run.path)

@@ -7,6 +7,7 @@ import pandas as pd
 
 from ia_mech.cli import one_line
 from ia_mech.judge.decoys import AFTER, DECOY_KINDS
+from ia_mech.judge.restated import restates
 from ia_mech.judge.rubric import Rubric, heading
 from ia_mech.run import Run
 from ia_mech.run.labelled import FAILED
@@ -28,10 +29,12 @@ class Labelled:
 
 def labelled_turns(run: Run, judge: str, count: int) -> list[Labelled]:
     """At most so many turns with a judge's labels: of follow-ups, then of the commonest labels, the
-    first turn after a query that isn't shown yet, or, where all are shown, the first of all."""
+    first turn after a query that isn't shown yet, or, where all are shown, the first of all.
+    Follow-ups that may only restate their query are left out where there are others."""
     rows = run.labelled(judge, columns=["rationale"], texts=False)
     rows = rows.astype({"category": object, "source": str})
     rows = rows[rows["category"].notna() & (rows["category"] != FAILED)]
+    restated = _restated(run, rows[rows["follow_up"] == 1].index)
     by_label = dict(list(rows.groupby("category")))
 
     def rank(name: str) -> tuple[bool, int]:
@@ -40,6 +43,8 @@ def labelled_turns(run: Run, judge: str, count: int) -> list[Labelled]:
     first: dict[int, str] = {}  # query by the place of the turn
     for name in sorted(by_label, key=rank)[:count]:
         own = by_label[name]["source"]
+        plain = own[~own.index.isin(restated)]
+        own = own if plain.empty else plain
         fresh = own[~own.isin(list(first.values()))]
         at = (own if fresh.empty else fresh).index[0]
         first[at] = own[at]
@@ -60,6 +65,18 @@ def labelled_turns(run: Run, judge: str, count: int) -> list[Labelled]:
         if len(found) == len(chosen):
             break
     return [found[at] for at in chosen.index]
+
+
+def _restated(run: Run, rows: pd.Index) -> list[int]:
+    """Which of these turns :func:`~ia_mech.judge.restated.restates` suspects."""
+    found = []
+    for contexts, turns in run.windows(["context_id", "messages"], ["context_id", "text"]):
+        of = zip(contexts["context_id"], contexts["messages"], strict=True)
+        queries = {name: exchange(messages)[0] for name, messages in of}
+        own = turns.loc[turns.index.intersection(rows)]
+        suspects = map(restates, own["context_id"].map(queries), own["text"])
+        found += own.index[list(suspects)].tolist()
+    return found
 
 
 def rule(turns: list[Labelled]) -> str:

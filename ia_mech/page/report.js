@@ -3,6 +3,7 @@
 const SHOWN_AFTER = ["its own conversation", "a wrong conversation", "a sibling of its response"];
 const DECOYS = [null, "wrong_conversation", "sibling"]; // as results name them
 const DECOY = [null, "this is a wrong conversation for it", "this response is a sibling of its own"];
+const RESTATES = "mostly the query's words"; // as ia_mech/judge/restated.py finds
 const WHOLE = "whole turns"; // all of whose tokens are sampled, and greedy ones
 const UNCHANGED = "unchanged"; // the condition of a conversation that no experiment changed
 const CONTEXTS = 10; // on a page
@@ -40,20 +41,21 @@ unpacked().then((data) => {
   // -- filters: each has a control, and gives a test of a turn, or null where all pass. ----------
   // The page's address holds what is chosen, under the names of the controls.
   const form = byId("filters");
+  const more = el("details", {}, el("summary", {}, "more filters"));
   const filters = [];
 
-  function control(name, element) {
+  function control(name, element, place = more) {
     element.name = name;
-    form.append(el("label", {}, name, element));
+    place.append(el("label", {}, name, element));
     return element;
   }
 
   // `tests` is a list of [label, test of a turn]; of two with the same label the first counts.
-  function choice(name, tests, first = "") {
+  function choice(name, tests, first = "", place = more) {
     tests = tests.filter(([shown], k) => tests.findIndex(([other]) => other === shown) === k);
     if (tests.length < 2) return;
     const select = control(name, el("select", {}, el("option", { value: "" }, "all"), ...tests.map(
-      ([shown]) => el("option", { value: shown, defaultSelected: shown === first }, shown))));
+      ([shown]) => el("option", { value: shown, defaultSelected: shown === first }, shown))), place);
     const byName = new Map(tests);
     filters.push(() => byName.get(select.value) || null);
   }
@@ -65,14 +67,16 @@ unpacked().then((data) => {
   const assessed = data.categories.map((name, k) => k < data.categories.length - 2); // the last two: no verdict
   const byJudge = (judge) => (judges.length > 1 ? ` by ${judge}` : "");
   const ofContext = (column) => (i) => contexts[column][turns.context[i]];
-  const search = control("text of turn or conversation", el("input", { type: "search" }));
+  const search = control("text of turn or conversation", el("input", { type: "search" }), form);
   for (const judge of judges) {
     const codes = turns.labels[judge].category;
     choice(`category${byJudge(judge)}`, [
       ["follow-up", (i) => followUp[codes[i]]],
+      ...(turns.restates.some((yes, i) => yes && followUp[codes[i]])
+        ? [[`follow-up, ${RESTATES}`, (i) => followUp[codes[i]] && turns.restates[i]]] : []),
       ["no follow-up", (i) => assessed[codes[i]] && !followUp[codes[i]]],
       ...valuesOf(upwards(codes), (i) => codes[i], (k) => data.headings[k]),
-    ]);
+    ], "", form);
   }
   if (judges.length > 1) {
     const verdicts = (i) => judges.map((judge) => turns.labels[judge].category[i]).filter((k) => assessed[k]);
@@ -80,7 +84,7 @@ unpacked().then((data) => {
     choice("judges and annotators", [
       ["disagree", disagree], ["agree", (i) => verdicts(i).length > 1 && !disagree(i)]]);
   }
-  choice("temperature", valuesOf(upwards(turns.temperature), (i) => turns.temperature[i], temperature));
+  choice("temperature", valuesOf(upwards(turns.temperature), (i) => turns.temperature[i], temperature), "", form);
   const whole = turns.drawn.some((k, i) => k === 0 && turns.temperature[i] > 0); // most tables count these alone
   choice("sampled tokens", valuesOf(upwards(turns.drawn), (i) => turns.drawn[i], (k) => (k ? String(k) : WHOLE)), whole ? WHOLE : "");
   choice("condition", valuesOf(contexts.condition, ofContext("condition")), UNCHANGED);
@@ -145,8 +149,8 @@ unpacked().then((data) => {
   const shading = el("select", {}, ...Object.keys(shadings).map((name) =>
     el("option", { value: name, defaultSelected: name.startsWith("bits") }, name)));
   if (shading.length > 1) control("shade tokens by", shading);
-  form.append(el("button", { type: "button", onclick: () => { form.reset(); chosen(); } }, "clear"),
-    el("button", { type: "button", onclick: exported }, "save these turns (JSON lines)"));
+  more.append(el("button", { type: "button", onclick: exported }, "save these turns (JSON lines)"));
+  form.append(el("button", { type: "button", onclick: () => { form.reset(); chosen(); } }, "clear"), more);
 
   // -- one context with its turns ---------------------------------------------------------------
   function text(content, name) {
@@ -186,9 +190,11 @@ unpacked().then((data) => {
     const labels = judges.map((judge) => {
       const { category, reason, score } = turns.labels[judge];
       const yes = followUp[category[i]];
-      if (reason[i]) why.push(judges.length > 1 ? `${judge}: ${reason[i]}` : reason[i]);
+      const chance = score[i] === null ? "" : `p(follow-up) ${score[i].toFixed(2)}`;
+      const said = [chance, reason[i]].filter((part) => part).join(" · ");
+      if (said) why.push(judges.length > 1 ? `${judge}: ${said}` : said);
       return el("span", { class: yes ? "follow-up" : "" }, (yes ? "✓ " : "") + data.headings[category[i]]
-        + (score[i] === null ? "" : `, p(follow-up) ${score[i].toFixed(2)}`) + byJudge(judge));
+        + (yes && turns.restates[i] ? `, ${RESTATES}` : "") + byJudge(judge));
     });
     if (fits && fits[i] !== null) labels.push(`${fits[i] ? "✓ a" : "no"} follow-up to the unchanged response`);
     if (turns.decoy[i]) labels.push(DECOY[turns.decoy[i]]);
@@ -338,6 +344,7 @@ unpacked().then((data) => {
     for (const one of named) one.value = place.get(one.name);
     const lost = named.filter((one) => one.value !== place.get(one.name));
     for (const one of lost) one.value = ""; // all
+    if (named.some((one) => more.contains(one))) more.open = true;
     filter();
     if (!named.length) return;
     for (const one of lost) byId("count").append(` This page has no ${one.name} ${place.get(one.name)}.`);
@@ -405,6 +412,7 @@ unpacked().then((data) => {
     return place;
   }
 
+  const firstCard = document.querySelector(".card");
   for (const side of document.querySelectorAll(".side")) {
     if ("elsewhere" in side.dataset) {
       side.querySelectorAll(".plot a").forEach((mark) => mark.remove());
@@ -414,8 +422,8 @@ unpacked().then((data) => {
     const changed = [...side.querySelectorAll("td")].some((cell) => values("condition").includes(cell.textContent.trim()));
     if (changed && values("condition").length) own.condition = ""; // all of them, where a link names none
     const name = `category${byJudge(side.dataset.judge)}`;
-    if (side.dataset.judge && values(name).length) {
-      side.querySelector(".control").after(el("p", { class: "small screen" }, "Read ",
+    if (side.dataset.judge && values(name).length && side.closest(".card") === firstCard) {
+      side.querySelector(".control").after(el("p", { class: "screen" }, "Read ",
         link({ ...own, [name]: "follow-up" }, "the turns that the judge calls follow-ups"), ", or ",
         link({ ...own, [name]: "no follow-up" }, "the other turns"), "."));
     }

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from ia_mech.errors import UserError
 from ia_mech.estimates import SHOWN, all_datasets
-from ia_mech.judge.builtin.features import FUNCTION_WORDS, WORD
+from ia_mech.judge.restated import restates
 from ia_mech.models.embedded import cache_dir
 from ia_mech.results import folder_of, folders_of, read
 from ia_mech.run import Run
@@ -109,11 +109,7 @@ def close_to_query(run: Run, judge: str) -> Iterator[str]:
     whether they only ask it again."""
     rows = run.labelled(judge)
     rows = rows[(rows["perturbation"] == UNPERTURBED) & (rows["follow_up"] == 1) & run.drawn(rows)]
-    close = 0
-    for query, text in zip(rows["query"], rows["text"], strict=True):
-        asked, said = ({*WORD.findall(one.lower())} - FUNCTION_WORDS for one in (query, text))
-        close += len(said & asked) > len(said) / 2
-    if close:
+    if close := sum(map(restates, rows["query"], rows["text"])):
         yield (
             f"At least {close} of the {len(rows)} follow-ups at all temperatures may only restate "
             "the query: most of their words are the query's. The judge's control can't detect "

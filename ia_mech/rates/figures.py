@@ -1,4 +1,4 @@
-"""Figures of rates: rate and floor against temperature, and what the turns are."""
+"""Figures of rates: rate and floor against temperature, rates by a field, and categories."""
 
 import math
 
@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ia_mech.cli import one_line
-from ia_mech.display import COLOURS, draw_points, draw_rows, link_of, title_axes, with_style
+from ia_mech.display import COLOURS, draw_points, draw_rows, link_of, new_axes, with_style
 from ia_mech.estimates import all_datasets, with_shown_intervals
 from ia_mech.judge.decoys import WRONG
 from ia_mech.judge.rubric import heading
@@ -31,18 +31,19 @@ def gate_title(name: str, gate: Gate) -> str:
 
 @with_style
 def draw_rates(estimates: pd.DataFrame, title: str, fit: float = math.inf) -> Figure:
-    """Left, rate and floor by temperature; right, the failure profile.
+    """Rate and floor by temperature.
 
     Args:
         estimates: of :func:`ia_mech.rates.compute.estimates`, of one model and perturbation. The
             pooled datasets are drawn where there are several.
-        title: of the left panel.
+        title: of the figure, below what it shows.
         fit: the highest temperature of the judge's fit; those above it get a star.
     """
     whole = all_datasets(estimates[estimates["outcome"] == "follow_up"])
     whole = with_shown_intervals(whole[whole["temperature"].notna()])
-    figure = Figure(figsize=(9.5, 4.0), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    figure, axes = new_axes(
+        f"How often turns are follow-ups\n{title}", "temperature", "share of turns (0 to 1)"
+    )
     temperatures = sorted(whole["temperature"].unique())
     apart = 0.015 * temperatures[-1]  # intervals beside each other, not on each other
     for number, (quantity, (label, colour)) in enumerate(LINES.items()):
@@ -50,20 +51,32 @@ def draw_rates(estimates: pd.DataFrame, title: str, fit: float = math.inf) -> Fi
         own = own[own["decoy"].isna() | (own["decoy"] == WRONG)].sort_values("temperature")
         if own["value"].notna().any():
             at = own["temperature"] + apart * number
-            draw_points(left, at, own, fmt="o-", capsize=2, color=colour, label=label)
-    left.axhline(0, color="0.7", lw=0.7)
-    left.set_ylabel("share of turns")
-    left.legend(frameon=False, ncols=2, loc="upper left", bbox_to_anchor=(0, -0.15))
-    title_axes(left, title)
-    _profile(right, whole[whole["quantity"] == "category_share"], fit)
-    left.set_xticks(temperatures, [named(t, fit) for t in temperatures])
-    for axes in (left, right):
-        axes.set_xlabel("temperature")
+            draw_points(axes, at, own, fmt="o-", capsize=2, color=colour, label=label)
+    axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
+    axes.set_xticks(temperatures, [named(t, fit) for t in temperatures])
+    figure.legend(loc="outside lower center", ncols=2)
     figure.set_label(
-        "Left, with intervals: the share of turns that the judge calls follow-ups, and the share "
-        "of the same turns that it calls follow-ups after a wrong conversation (one of another "
-        "query). Right: the share of turns in each category. Turns that the judge could not "
-        "assess, or failed on, are left out." + f" {FOOTNOTE}" * bool(temperatures[-1] > fit)
+        "Rates with their intervals: how many of the turns the judge calls follow-ups, and how "
+        "many of the same turns if they are shown after a wrong conversation (one of another "
+        "query). Turns that it could not assess are left out."
+        + f" {FOOTNOTE}"
+        * bool(temperatures[-1] > fit)
+    )
+    return figure
+
+
+@with_style
+def draw_categories(estimates: pd.DataFrame, title: str, fit: float = math.inf) -> Figure:
+    """What the turns are: a bar per temperature, stacked of the shares of categories. Arguments as
+    for :func:`draw_rates`."""
+    shares = all_datasets(estimates[estimates["quantity"] == "category_share"])
+    figure, axes = new_axes(
+        f"What the turns are\n{title}", "temperature", "share of turns (0 to 1)", (6.8, 4.0)
+    )
+    _profile(axes, shares[shares["temperature"].notna()], fit)
+    figure.set_label(
+        "The share of turns in each category, of those that the judge could assess."
+        + f" {FOOTNOTE}" * bool(shares["temperature"].max() > fit)
     )
     return figure
 
@@ -83,10 +96,11 @@ def draw_by(estimates: pd.DataFrame, title: str) -> Figure:
         line=rates["dataset"].map(lambda value: one_line(value, 40)),
         colour=[f"T = {t:g}" if t else "greedy" for t in rates["temperature"]],
     )
-    figure = draw_rows(title, "share of turns that are follow-ups", rates)
+    across = "share of turns that are follow-ups (0 to 1)"
+    figure = draw_rows(title, across, rates)
     figure.set_label(
-        "Each point is a follow-up rate, and the line through it is its interval. A point is "
-        f"hollow where fewer than {LEAST_SHOWN} queries give no interval."
+        "Rates: each point is the share of turns that are follow-ups, and the line through it is "
+        f"its interval. A point is hollow where fewer than {LEAST_SHOWN} queries give no interval."
     )
     return figure
 
@@ -114,6 +128,4 @@ def _profile(axes: Axes, shares: pd.DataFrame, fit: float) -> None:
             under = under + heights
     axes.set_xticks(range(len(temperatures)), [named(t, fit) for t in temperatures])
     axes.set_ylim(0, 1)
-    axes.set_ylabel("share of assessed turns")
-    axes.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
-    title_axes(axes, "what the turns are")
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))

@@ -20,14 +20,17 @@ VERDICTS = ("own_follow_up", "follow_up")  # columns of decoys: after its own co
 GATE_LEVEL = 0.95  # of the interval that decides
 PASSED, NOT_PASSED = "passed", "failed"
 UNDECIDED, NO_DECOYS = "undecided", "no decoys"
+RULE = (
+    "passed if the follow-up rate is shown to be more than twice the rate after wrong conversations"
+)
 
 
 @dataclass(frozen=True)
 class Gate:
     """What decoys of one kind say of a judge, over all datasets and temperatures of a model.
 
-    The margin decides. After wrong conversations it is what the rate has beyond the floor, minus
-    the floor: the first must be larger. After siblings it is the first itself. An apt turn may fit
+    The margin decides. After wrong conversations it is the rate minus twice the floor
+    (:data:`RULE`). After siblings it is the rate minus the floor. An apt turn may fit
     another response to its query, too: the rate beyond siblings is a lower bound of how often turns
     react to the response that they followed.
     """
@@ -107,9 +110,8 @@ class Gate:
         if self.decoys:
             found.append(
                 "Over all temperatures together, the difference of the two rates is "
-                f"{self.beyond.text(sign=True)}. The control is passed if the rate minus twice "
-                "the rate after wrong conversations is shown to be above 0: here it is "
-                f"{self.margin.text(sign=True)}."
+                f"{self.beyond.text(sign=True)}. The control is {RULE}: the first minus twice the "
+                f"second is {self.margin.text(sign=True)}."
             )
         if (siblings := self.siblings) is not None and siblings.decoys:
             found.append(

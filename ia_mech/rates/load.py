@@ -32,6 +32,7 @@ from ia_mech.run.queries import exchange
 from ia_mech.run.reader import GROUPS
 from ia_mech.run.sources import SEPARATOR, sources_of
 
+QUESTION = "How often are the user turns follow-ups?"
 EVERY, UNFINISHED = "all", "unfinished"  # responses that turns come after; the third is "complete"
 NO_ANNOTATOR = ""  # no annotator: annotations are not read
 # Settings that change what is sampled, beside those that rates are by.

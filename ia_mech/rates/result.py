@@ -15,14 +15,13 @@ from ia_mech.rates import figures, latent
 from ia_mech.rates.compute import MIN_ANNOTATED, MIN_ANNOTATED_SOURCES, RELIABILITY_TURNS, estimates
 from ia_mech.rates.evidence import DEPENDENT, close_to_query, without_response
 from ia_mech.rates.fit import highest, marked
-from ia_mech.rates.gate import Gate, named
-from ia_mech.rates.load import EVERY, SUBJECT, JudgedTurns, matching
+from ia_mech.rates.gate import RULE, Gate, named
+from ia_mech.rates.load import EVERY, QUESTION, SUBJECT, JudgedTurns, matching
 from ia_mech.results import Result, Table, about_runs, cell_of, table_of
 from ia_mech.run.labels import KEY
 from ia_mech.run.queries import conversations_text
 from ia_mech.stats import LEAST_SHOWN
 
-QUESTION = "How often are the user turns follow-ups?"
 Columns = dict[str, tuple[str, int | str]]  # of a table: which estimates → head and format
 LINES = ("model", "perturbation", "dataset", "temperature")
 NO_VALUE = "–"  # what Run.groups calls rows without the field
@@ -94,6 +93,8 @@ def result_on(
     counts = [without_response(run, judged.judge) for run in judged.runs]
     beside = [f"but {one}" for one in counts if one]
     control = [f"{'; '.join([*(gate.short for gate in gates), *beside])}."]
+    if len(judged.runs) == 1 and judged.responses == EVERY and judged.drawn_tokens is None:
+        control += close_to_query(judged.runs[0], judged.judge)
     control += [sentence for gate in gates for sentence in gate.details]
     control += [f"{known[0].upper()}{known[1:]}."] if known else []
     made = Result(
@@ -151,7 +152,7 @@ def _sentence(judged: JudgedTurns, of: pd.DataFrame, groups: pd.DataFrame, level
     few = ", so few that all numbers are rough" if sources < FEW_SOURCES else ""
     said = [f"By {named(judged.judge)}, {'; '.join(rates)}."]
     if judged.by is not None:
-        said.append(_by_group(one_line(judged.by, 40), groups))
+        said.insert(0, _by_group(one_line(judged.by, 40), groups))
     conversations = conversations_text(turns["context"].nunique(), sources)
     unassessed = int(turns["follow_up"].isna().sum())
     lacking = f" ({unassessed} of them not assessed)" if unassessed else ""
@@ -297,9 +298,8 @@ def _gate_table(gates: list[Gate]) -> Table:
         "the judge's control: the same turns, shown after a wrong conversation or a sibling",
         ["counted", "shown after", "times shown", OWN, THERE, LESS, "control"],
         rows,
-        "Control: passed if the difference is shown to be larger than the rate there, failed if it "
-        "is shown to be smaller, else undecided. After a sibling, another response to the same "
-        "query, the difference is compared with 0.",
+        f"Control: {RULE}, failed if it is shown to be less, else undecided. After a sibling, "
+        "another response to the same query, the rate need only be shown to be above that there.",
         full=True,
     )
 
@@ -389,7 +389,7 @@ def _corrected_table(of_turns: pd.DataFrame) -> Table:
 
 
 def _figures(whole: pd.DataFrame, each: pd.DataFrame, judged: JudgedTurns) -> dict:
-    """Of each model and perturbation; first by the field that was asked for."""
+    """Of each model and perturbation: by the field that was asked for, rates, categories."""
     drawings, last = {}, {}
     for number, (subject, of) in enumerate(whole.groupby(SUBJECT, sort=False), start=1):
         model, weights, perturbation = subject
@@ -403,9 +403,9 @@ def _figures(whole: pd.DataFrame, each: pd.DataFrame, judged: JudgedTurns) -> di
                 own, figures.gate_title(f"{name}, by {field}", gate)
             )
             name += f", all values of {field} together"
-        last[f"rates{numbered}"] = figures.draw_rates(
-            of, figures.gate_title(name, gate), highest(judged.record)
-        )
+        title, fit = figures.gate_title(name, gate), highest(judged.record)
+        last[f"rates{numbered}"] = figures.draw_rates(of, title, fit)
+        last[f"categories{numbered}"] = figures.draw_categories(of, title, fit)
     return drawings | last
 
 
@@ -443,6 +443,4 @@ def _notes(judged: JudgedTurns, rows: pd.DataFrame) -> list[str]:
         notes.append(
             "no annotator's labels correct these rates (ia-mech annotate export makes a sheet)."
         )
-    if len(judged.runs) == 1 and judged.responses == EVERY and judged.sampled_tokens is None:
-        notes = [*close_to_query(judged.runs[0], judged.judge), *notes]
     return notes + judged.notes

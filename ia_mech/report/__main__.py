@@ -72,7 +72,7 @@ def _report(args: argparse.Namespace) -> None:
     from ia_mech.rates.evidence import result_folders
     from ia_mech.rates.load import open_runs
     from ia_mech.report.contents import missing
-    from ia_mech.report.ending import conclusions, turns_shown
+    from ia_mech.report.ending import conclusions, control, turns_shown
     from ia_mech.run.integrity import replace_file
     from ia_mech.run.labels import choose_judge
 
@@ -82,7 +82,8 @@ def _report(args: argparse.Namespace) -> None:
     judges = [choose_judge([run], args.judge) if run.labels.judges else None for run in runs]
     folders = [result_folders(run, () if n else args.results) for n, run in enumerate(runs)]
     lines = conclusions(runs, _names(runs), judges, folders)
-    page = render_report(runs, args.results, args.judge, lines)
+    controls = [one for run, by in zip(runs, judges, strict=True) if by for one in control(run, by)]
+    page = render_report(runs, args.results, args.judge, lines, controls)
 
     def write(scratch: Path) -> None:
         scratch.write_text(page, encoding="utf-8")
@@ -105,10 +106,11 @@ def render_report(
     more: "Sequence[Path]" = (),
     judge: str | None = None,
     conclusions: Sequence[str] = (),
+    controls: Sequence[str] = (),
 ) -> str:
     """The page of open, finished runs; ``more`` are folders with results on the first one. The
-    labels of ``judge`` come first. ``conclusions`` are sentences that stand on top
-    where no result says the same.
+    labels of ``judge`` come first. ``conclusions`` with their ``controls`` are sentences that stand
+    on top where no result answers the plain question.
 
     Raises:
         UserError: labels or results that can't be read.
@@ -119,6 +121,7 @@ def render_report(
     from ia_mech.judge.rubric import CATEGORIES, heading
     from ia_mech.page import glossary, rendered
     from ia_mech.rates.evidence import result_folders
+    from ia_mech.rates.load import QUESTION
     from ia_mech.report.contents import builtin_card, cards_of, commands, provenance
     from ia_mech.report.turns import browser
     from ia_mech.run.queries import conversations_text
@@ -127,8 +130,8 @@ def render_report(
     folders = [result_folders(run, () if n else more) for n, run in enumerate(runs)]
     cards = cards_of(runs, names, folders)
     data, turns_note = browser(runs, names, folders, judge=judge)
-    if {"rates", "study"} & {card.name for card in cards}:
-        conclusions = ()  # these cards say the same, with intervals
+    if any(answer.plain for card in cards for answer in card.answers):
+        conclusions = ()  # these answers say the same, with intervals
     models = ", ".join(dict.fromkeys(run.model["name"] for run in runs))
     turns = sum(len(run.turns) for run in runs)
     contexts = pd.concat([run.turns.drop_duplicates("context_id") for run in runs])
@@ -141,10 +144,14 @@ def render_report(
         title=models if models == ", ".join(names) else f"{models}: {', '.join(names)}",
         description=f"{models} was given a query and an assistant's response, and wrote the next "
         f"user turn: {turns:,} turns ({settings}) in {conversations_text(len(contexts), sources)} "
-        f"from {', '.join(sorted(contexts['dataset'].unique()))}.",
+        f"from {', '.join(sorted(contexts['dataset'].unique()))}. A follow-up could be the user's "
+        "next message and takes up something concrete in the response. A greedy turn takes the "
+        "likeliest token each time, others are sampled at temperature T.",
+        question=QUESTION if conclusions or not cards else cards[0].question,
         rubric=CATEGORIES,
         heading=heading,
         conclusions=conclusions,
+        controls=controls,
         words=glossary(),
         cards=cards,
         several=len(runs) > 1,

@@ -20,6 +20,7 @@ from ia_mech.judge.rubric import heading
 from ia_mech.page import image
 from ia_mech.rates.evidence import changed_runs
 from ia_mech.rates.fit import FOOTNOTE
+from ia_mech.rates.load import EVERY
 from ia_mech.results import Result, Table, read, sentences_of
 from ia_mech.run import Run
 from ia_mech.run.labels import BUILT_IN
@@ -107,6 +108,13 @@ class Answer:
         return str(self.result.about.get("settings", {}).get("by") or "")
 
     @property
+    def plain(self) -> bool:
+        """Whether it says how often the turns of the run are follow-ups, all of them together."""
+        settings = self.result.about.get("settings", {})
+        every = settings.get("responses", EVERY) == EVERY and not (self.by or self.drawn)
+        return self.kind == "study" or (self.kind == "rates" and every)
+
+    @property
     def drawn(self) -> str:
         """How many sampled tokens the sampled turns have, if they weren't sampled as a whole."""
         return str(self.result.about.get("settings", {}).get("sampled_tokens") or "")
@@ -161,7 +169,7 @@ def cards_of(
                 by_folder[folder] = _answer(run, name, folder, runs, here)
     cards: dict[tuple[str, str], list[Answer]] = {}
     shown, said = set[str](), set[str]()
-    for answer in sorted(by_folder.values(), key=lambda answer: _place(answer.kind)):
+    for answer in sorted(by_folder.values(), key=lambda one: (*_place(one.kind), not one.plain)):
         pictures = [picture for picture in answer.pictures if picture.address not in shown]
         shown.update(picture.address for picture in pictures)
         control = sentences_of(answer.result.control)

@@ -12,6 +12,7 @@ import pandas as pd
 from ia_mech.errors import UserError
 from ia_mech.judge.decoys import DECOY_KINDS
 from ia_mech.judge.judging import ON_UNPERTURBED
+from ia_mech.judge.restated import restates
 from ia_mech.judge.rubric import FOLLOW_UP, NAMES, heading, rubric_of
 from ia_mech.models.load import load_files, recall
 from ia_mech.page import packed
@@ -27,6 +28,7 @@ from ia_mech.run import Run
 from ia_mech.run.labelled import FAILED, follow_up_probabilities
 from ia_mech.run.labels import KEY
 from ia_mech.run.layout import UNPERTURBED
+from ia_mech.run.queries import exchange
 from ia_mech.run.reader import HeaderLogits
 from ia_mech.untrusted import visible
 
@@ -102,11 +104,13 @@ def browser(
         first = [name for name in turns if name == f"category {judge}"]
         turns = turns[[*first, *turns.columns.drop(first)]]
     data = packed(columns_of(shown, turns, names, sorted(follow_ups)))
-    note = f"{count:,} turns after {len(contexts):,} conversations."
-    if contexts["changed"].any():
+    plain = sum(len(run.turns) for run in runs)
+    changed = contexts["changed"].sum()
+    note = f"{plain:,} turns after {len(contexts) - changed:,} conversations."
+    if changed:
         note += (
-            f" {contexts['changed'].sum():,} of these conversations were changed by an experiment: "
-            "choose one of its conditions to read their turns."
+            f" Experiments changed conversations, too: choose a condition to read the "
+            f"{count - plain:,} turns after these {changed:,}."
         )
     if share < 1:
         note = (
@@ -145,6 +149,8 @@ def _frames(
         cells = zip(turns["text"], turns["token_ids"], strict=True)
         pieces = [_lengths(piece, text, ids) if piece else None for text, ids in cells]
         messages = [list(all_) for all_ in contexts["messages"]]
+        asked = [exchange(all_)[0] for all_ in messages]
+        queries = turns["context_id"].map(dict(zip(contexts["context_id"], asked, strict=True)))
         around = [_around(*of) for of in zip(contexts["text"], messages, strict=True)]
         frames.append(
             (
@@ -156,7 +162,8 @@ def _frames(
                     first=pd.Series(first, contexts.index, dtype=object),
                 ),
                 turns.drop(columns="token_ids").assign(
-                    pieces=pd.Series(pieces, turns.index, dtype=object)
+                    pieces=pd.Series(pieces, turns.index, dtype=object),
+                    restates=list(map(restates, queries, turns["text"])),
                 ),
             )
         )
@@ -347,6 +354,7 @@ def columns_of(
         "drawn": turns["drawn"].tolist(),  # 0 where all tokens are sampled, or none
         "text": _texts(turns["text"]),
         "decoy": [DECOY_KINDS.index(kind) + 1 if kind else 0 for kind in turns["decoy"]],
+        "restates": turns["restates"].eq(True).tolist(),  # their own query; of decoys none
         "labels": {
             visible(judge): {
                 "category": [
