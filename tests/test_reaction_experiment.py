@@ -147,7 +147,7 @@ def test_a_model_that_writes_no_wordings_has_no_such_control(folder, tmp_path, c
     monkeypatch.setattr("experiments.reaction.MOST_CONTROLLED", 1)
     words = [str(folder), "--out", str(tmp_path / "out"), "--resamples", "100"]
     plan = call(main, [*words, "--dry-run"], capfd).out
-    assert "1 conversation to sample 9 user turns after each" in plan
+    assert "1 conversation to sample about 9 user turns after each" in plan
     assert "at most 3 conversations to sample" in plan
     shown = " ".join(call(main, words, capfd).out.split())
     assert "There is no control of wordings" in shown

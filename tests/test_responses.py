@@ -191,7 +191,7 @@ def test_data_may_hold_several_responses(tiny_subject, tmp_path, progress):
         sampled(replace(SETTINGS, dataset=str(file)), tiny_subject, tmp_path / "again", progress)
     rows[1]["response"] = "Three."
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(UserError, match=r"line 2: .* column 'responses' may be one, too"):
+    with pytest.raises(UserError, match=r"line 2 .*: .* column 'responses' may be one, too"):
         list(open_conversations(str(file)))
     for other in (["x", 3], "text"):
         file.write_text(json.dumps({"question": "Why?", "responses": other}) + "\n")
@@ -255,5 +255,5 @@ def test_only_missing_responses_are_written(tiny_subject, tmp_path):
     run = sampled(replace(settings, batch_rows=2), tiny_subject, tmp_path / "run", Quiet())
     assert [part["contexts"] for part in run.parts("responses")] == [0, 0, 0, 1]
     assert run.contexts["response_policy"].tolist() == ["given"] * 5 + ["generated"]
-    with pytest.raises(UserError, match="conversation q5: no response, and --response given was"):
+    with pytest.raises(UserError, match="\\(id q5\\): no response, and --response given was"):
         sampled(replace(settings, response="given"), tiny_subject, tmp_path / "given", Quiet())
