@@ -93,7 +93,7 @@ def result_on(
     counts = [without_response(run, judged.judge) for run in judged.runs]
     beside = [f"but {one}" for one in counts if one]
     control = [f"{'; '.join([*(gate.short for gate in gates), *beside])}."]
-    if len(judged.runs) == 1 and judged.responses == EVERY and judged.drawn_tokens is None:
+    if len(judged.runs) == 1 and judged.responses == EVERY and judged.sampled_tokens is None:
         control += close_to_query(judged.runs[0], judged.judge)
     control += [sentence for gate in gates for sentence in gate.details]
     control += [f"{known[0].upper()}{known[1:]}."] if known else []
