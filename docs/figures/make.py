@@ -105,7 +105,7 @@ def screenshot(page: Path, to: Path) -> None:
             "chromium",
             *words,
             f"--screenshot={to}",
-            f"{alone.as_uri()}#dataset=builtin-open",
+            f"{alone.as_uri()}#text+of+turn+or+conversation=risotto",
         ]
         subprocess.run(command, check=True, capture_output=True)
 
