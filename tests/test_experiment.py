@@ -67,7 +67,7 @@ class Count(Experiment):
         return [Table("a table", ["what"], [["contexts"]])]
 
     def figures(self, found):
-        return {"drawn": Bars("contexts", "contexts", found)}
+        return {"sampled": Bars("contexts", "contexts", found)}
 
     def data(self, rows):
         return {"more": rows}
@@ -104,7 +104,7 @@ def copied(merged, tmp_path):
 
 
 FIGURE = ["sampled.pdf", "sampled.png", "sampled.svg"]
-WRITTEN = [*FIGURE, "estimates.parquet", "more.parquet", "result.json"]
+WRITTEN = ["estimates.parquet", "more.parquet", "result.json", *FIGURE]
 
 
 def test_everything_is_written_into_the_first_run_and_printed(copied, count):

@@ -342,7 +342,7 @@ def test_the_sentence_tells_only_changes_that_are_shown(plain, found):
         "shown with 80% power, uncorrected)."
     )
     assert nothing == unmoved
-    assert "any conversation are not shown to be follow-ups less often. Control fail" in control
+    assert "any conversation are not shown to be follow-ups less often. Judge's control fail" in control
     removed = told["term"] == "remove"
     told.loc[removed & (told["temperature"] == 1), ["p_holm", "high"]] = 0.01, -0.1
     told.loc[removed & told["temperature"].isna(), ["p_holm", "value", "low", "high"]] = (

@@ -350,7 +350,7 @@ def test_rates_are_by_the_rubric_that_the_judge_labelled_by(copy, tmp_path):
     assert turns.groupby("temperature")["follow_up"].mean().to_dict() == {0: 0, 0.7: 1, 1: 1}
 
 
-def test_turns_count_by_how_many_of_their_tokens_were_drawn(tiny_subject, tmp_path, capfd):
+def test_turns_count_by_how_many_of_their_tokens_were_sampled(tiny_subject, tmp_path, capfd):
     """By default those that were sampled as a whole; the first token is that of the whole turn."""
     drawn = Settings(limit=6, temperatures=1, samples=2, sampled_tokens="1 all", max_new_tokens=4)
     run = sampled(drawn, tiny_subject, tmp_path / "run")
@@ -363,7 +363,7 @@ def test_turns_count_by_how_many_of_their_tokens_were_drawn(tiny_subject, tmp_pa
     plant(run, say=lambda key: FOLLOW_UP if key[3] == 1 else "new_topic")
     for words, wanted in (([], 0.0), (["--sampled-tokens", "1"], 1.0)):
         assert call(main, [str(run.path), *words], capfd).status == 0
-        name = "-".join(["rates-builtin", *words]).replace("---sampled-tokens", "-drawn")
+        name = "-".join(["rates-builtin", *words]).replace("---sampled-tokens", "-sampled")
         found = read(folder_of(run.path, name)).estimates
         rate = found[(found["quantity"] == "rate") & (found["temperature"] == 1)]
         assert set(rate["value"]) == {wanted}
