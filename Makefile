@@ -24,7 +24,7 @@ sample: $(INSTALLED)
 
 # Each command prints more by itself; here only progress is shown, and the answer at the end.
 demo: $(INSTALLED)
-	@echo "1 of 5: a small model reads 24 conversations and writes the next user turns (about a minute, plus 93 MB once)"
+	@echo "1 of 5: a small model (expect clumsy turns) reads 24 conversations and writes the next user turns (a minute, plus 93 MB once)"
 	@$(BIN)/ia-mech sample --out $(DEMO) > /dev/null
 	@echo "2 of 5: the built-in judge labels each turn: is it a follow-up? (half a minute, plus 83 MB once)"
 	@$(BIN)/ia-mech judge run $(DEMO) --replace > /dev/null

@@ -386,9 +386,10 @@ class Mass(Experiment):
                 names = {"dataset": dataset, "term": term, "layer": layer}
                 group = Group(own["source"], self.options, names)
                 share, role, covered = map(pd.Series, values)
-                for quantity, value in zip(LENS.values(), (share, role, covered), strict=True):
-                    yield group.mean(quantity, value, least=0, most=1)
-                if covered.mean() >= LEAST_COVERED:
+                yield group.mean(LENS[REST], covered, least=0, most=1)
+                if covered.mean() >= LEAST_COVERED:  # else the lens reads other tokens there
+                    yield group.mean(LENS[SHARE], share, proportion=True)
+                    yield group.mean(LENS[IN_ROLE], role, proportion=True)
                     part = ratio(share.fillna(0), covered.fillna(0), group.sources, self.options)
                     yield group.row(OF_COVERED, part, len(own))
 
@@ -443,10 +444,10 @@ class Mass(Experiment):
                 index=("term", "layer"),
                 rows="conversations",
                 full=True,
-                legend="Covered: the probability of all first tokens that were continued. Where "
-                "it is small, the mass is small, too, and says nothing about follow-ups: the lens "
-                "reads other tokens there, often other spellings of the same words. Of what is "
-                f"covered: mass / covered, where covered is {LEAST_COVERED} or more.",
+                legend="Covered: the probability of all first tokens that were continued. Of what "
+                f"is covered: mass / covered. Where less than {LEAST_COVERED} is covered, there is "
+                "no mass: the lens reads other tokens there, often the same words in another "
+                "spelling (' how' for 'How').",
             ),
             *tables_of(
                 "the first tokens that carry most of the follow-up mass",
@@ -460,7 +461,8 @@ class Mass(Experiment):
 
     def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
         rows = all_datasets(found[found["term"] == EVERY])
-        rows = rows[rows["quantity"].isin([RATE, IN_ROLE])]
+        rest = f"{FIRST} (up to {only(rows, REST)['value'].iloc[0]:.2f} more)"
+        rows = rows[rows["quantity"].isin([RATE, IN_ROLE])].replace({"decoding": {FIRST: rest}})
         title = f"{self.runs[0].model['name']}, T = {self.args.temperature:g}"
         sampled: Drawing = Bars(
             title, "share of turns (0 to 1)", rows, names="decoding", by="quantity"
@@ -484,12 +486,12 @@ class Mass(Experiment):
 
         rest = only(whole, REST)["value"].iloc[0]
         words = (
-            f"The follow-up rate is {said(RATE, GREEDY)} for greedy turns, and "
-            f"{said(RATE, FIRST)} (at most {rest:.2f} more) if only the first token is sampled at "
-            f"T = {self.args.temperature:g}"
+            f"The follow-up mass at T = {self.args.temperature:g} is {said(RATE, FIRST)} (first "
+            f"tokens that weren't continued may add {rest:.2f}). The follow-up rate of greedy "
+            f"turns is {said(RATE, GREEDY)}"
         )
         if all_sampled := said(RATE, WHOLE):
-            words += f"; it is {all_sampled} if all tokens are sampled"
+            words += f", that of turns with all tokens sampled {all_sampled}"
             held = said(HELD, FIRST, AS_SHARE)
             words += f"; the first token's share of the difference: {held}" if held else ""
         control = f"{self.gate.short}."

@@ -303,8 +303,8 @@ class TemperatureSweep(Experiment):
             )
             said.append(
                 apart
-                or "Whether follow-ups lie nearer to the greedy turn than other turns do, or "
-                "farther from it, can't be told"
+                or "No difference is shown between follow-ups and other turns in how likely the "
+                "greedy token was where they left the greedy turn"
             )
         return Conclusion(" ".join(f"{text.rstrip('.')}." for text in said), f"{self.gate.short}.")
 

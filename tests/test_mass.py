@@ -195,7 +195,7 @@ def test_labels_of_all_first_tokens_give_the_annotator_s_mass(used, out, tmp_pat
     labels = int(truth.isin(ASSESSED).sum())
     assert f"Corrected by {labels} labels of anna." in result["sentence"]
     told = estimate(again, RATE, FIRST + mass.CORRECTED)["value"]
-    assert f", and {told:.2f} [" in result["sentence"]
+    assert f"T = 0.7 is {told:.2f} [" in result["sentence"]
     assert "anna" in result["about"]["labellers"]
 
 

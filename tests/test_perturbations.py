@@ -135,16 +135,9 @@ def test_the_report_says_how_many_turns_count_that_were_written_without_the_resp
     counts = written.labelled("builtin-unperturbed").groupby("temperature")["follow_up"]
     numbers = [f"{yes:g} of {of}" for yes, of in zip(counts.sum(), counts.count(), strict=True)]
     said = without_response(copy, "builtin")
-    assert f"luck: {numbers[0]} greedy ones (" in said
-    assert f" and {numbers[1]} sampled at T = 0.5 (" in said and "still fit it" in said
-    rates = counts.mean().tolist()
-    found = pd.read_parquet(copy.path / "results/perturbations/estimates.parquet")
-    less = found[(found["quantity"] == "follow-ups, minus unchanged") & (found["term"] == "remove")]
-    less = less[less["dataset"] == "(all)"].sort_values("temperature")["value"]
-    before = [rate - change for rate, change in zip(rates, less, strict=True)]
-    pairs = zip(rates, before, strict=True)
-    told = [f"{rate:.2f} instead of {was:.2f}, not shown to be lower" for rate, was in pairs]
-    assert re.findall(r"\((.*?)\)", said) == told
+    less = " (not shown to be fewer)"
+    greedy, sampled = f"{numbers[0]} greedy ones{less}", f"{numbers[1]} sampled at T = 0.5{less}"
+    assert said.endswith(f"that the judge calls follow-ups to it: {greedy} and {sampled}")
     assert without_response(copy, "another") == ""
 
 
@@ -342,7 +335,8 @@ def test_the_sentence_tells_only_changes_that_are_shown(plain, found):
         "shown with 80% power, uncorrected)."
     )
     assert nothing == unmoved
-    assert "any conversation are not shown to be follow-ups less often. Judge's control fail" in control
+    less = "any conversation are not shown to be follow-ups less often. Judge's control failed"
+    assert less in control
     removed = told["term"] == "remove"
     told.loc[removed & (told["temperature"] == 1), ["p_holm", "high"]] = 0.01, -0.1
     told.loc[removed & told["temperature"].isna(), ["p_holm", "value", "low", "high"]] = (

@@ -157,7 +157,8 @@ def test_subsets_are_files_and_hub_ids_are_streamed(hub, monkeypatch):
 def test_a_changed_schema_names_the_missing_column(hub):
     for row in hub.rows["openai/coval"]:
         del row["responses"]
-    with pytest.raises(UserError, match=r"row 2 \(id cv-0002\): preset coval expects column 'responses'"):
+    said = r"row 2 \(id cv-0002\): preset coval expects column 'responses'"
+    with pytest.raises(UserError, match=said):
         open_conversations("coval")
 
 

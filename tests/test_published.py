@@ -252,7 +252,7 @@ def tight(text: str) -> str:
 def how_often() -> str:
     head = ["of 100"]
     for name in SHORT.values():
-        head += [f"{name}, judge", "corrected", "annotators"]
+        head += [f"{name}, judge", "corrected", "language model"]
     rows = []
     for label, asked in (
         ("greedy", GREEDY),
@@ -270,7 +270,7 @@ def how_often() -> str:
 def roles() -> str:
     head = ["of 100"]
     for name in SHORT.values():
-        head += [f"{name}, judge", "annotators"]
+        head += [f"{name}, judge", "language model"]
     rows = []
     for label, asked in (
         ("greedy turns out of role", GREEDY),
@@ -645,14 +645,13 @@ def found_sentences(short: bool) -> list[str]:
 
     **One vector does as much as sampling.** Added to the hidden state of the header's last token,
     it raises Qwen's greedy follow-ups from {steered[0]}% to {steered[1]}%. A vector that was
-    learned from shuffled labels leaves them at {steered[2]}%. ({len(at(0))} other queries; the
-    vector was learned on half of them, and used on the other half. After
-    MT-bench's alone no rise is shown.)
+    learned from shuffled labels leaves them at {steered[2]}%. ({len(at(0))} other queries: half to
+    learn from, half to test on. After MT-bench's alone, no rise is shown.)
 
     **What a turn says comes from the response's tokens.** Sampled turns of Qwen tell {all_q} bits
     about which of three responses they followed (the most possible is 1.58). If only the response's
-    keys and values come from there, turns tell {own_q} bits; if only the user header's do,
-    {head_q}."""
+    keys and values come from that response, all else from another, turns tell {own_q} bits; if
+    only the user header's do, {head_q}."""
     said = f"""{readers[0]}% of Qwen2.5-Coder-1.5B's greedy user turns are follow-ups, and
     {readers[1]}% of its sampled turns are; in SmolLM2-135M no rise is shown.
 
@@ -664,8 +663,8 @@ def found_sentences(short: bool) -> list[str]:
     With the first token alone sampled, {100 * (at(1) - at(0)).mean():+.1f} of
     {100 * (at(ALL) - at(0)).mean():+.1f} points of Qwen's rise after new queries are there already:
 
-    Among Qwen's turns in role, the annotators call {within[0]}% of the greedy ones follow-ups, and
-    {within[1]}% of the sampled ones."""
+    Among Qwen's turns in role, the language model calls {within[0]}% of the greedy ones
+    follow-ups, and {within[1]}% of the sampled ones."""
     return [folded(one) for one in (brief if short else said).split("\n\n")]
 
 
@@ -682,12 +681,12 @@ def sentences() -> dict[str, list[str]]:
         change(of_queries(read(SMOL), BEYOND_WRONG, "judge")),
     )
     sampled = [by_three(m, BEYOND_SIBLINGS, change) for m in SETS]
-    both = f"""Judge and annotators agree with κ {agreement(SETS)} on turns after their own
+    both = f"""Judge and language model agree with κ {agreement(SETS)} on turns after their own
     responses (Qwen {each[0]}, maths {each[1]}, SmolLM2 {each[2]}), two readings of one turn with
     {two_readers()}.
 
-    **Where they differ.** On the turns with an annotator's label, the judge's rise in Qwen is
-    {change(there[0])}. That is {change(there[0] - there[1])} more than the annotators', since the
+    **Where they differ.** On the turns that the language model labelled, the judge's rise in Qwen
+    is {change(there[0])}. That is {change(there[0] - there[1])} more than by its labels, since the
     judge misses follow-ups among greedy turns ({change(first)}). On all turns the judge says that
     the rate of SmolLM2 falls ({falls[0]}); on those with a label it doesn't ({falls[1]}).
 
@@ -737,9 +736,8 @@ def sentences() -> dict[str, list[str]]:
     {around(of_sibling, 2, sign=True)} by which their own first tokens differ; two siblings of
     nearly equal mass differ by {same}."""
     siblings = siblings.format(table(QWEN, "siblings")["source"].nunique())
-    first = f"""One language model, as two annotators, labelled {len(twice)}
-    turns; numbers are means of both. They agree with κ {agreed[0]}, the judge with the first of
-    them with κ {agreed[1]}.
+    first = f"""One language model labelled {len(twice)} turns twice; numbers are means of
+    both readings. These agree with κ {agreed[0]}, the judge with the first with κ {agreed[1]}.
 
     With one sampled token, follow-ups rise by {kinds[0]} after built-in queries, {kinds[1]} after
     IFBench's and {kinds[2]} after MT-bench's.
@@ -764,7 +762,7 @@ def sentences() -> dict[str, list[str]]:
 
     7. Where the judge calls the greedy turn none, the mass is above 0.15: **yes**
     ({amount(held["mass"][held["greedy"] == 0])}; the first tokens cover {mean(held["covered"])} of
-    the probability), and so if corrected by annotators' labels
+    the probability), and so if corrected by the language model's labels
     ({of_corrected(mended[mended["greedy"] == 0])}).
 
     8. The header's last state moves the mass by more than half of what the donors' own first tokens
@@ -772,7 +770,7 @@ def sentences() -> dict[str, list[str]]:
     after layers 22, 14 and 10: {ratio[22]:.2f}, {ratio[14]:.2f} and {ratio[10]:.2f}).
 
     9. In SmolLM2 the rate with all tokens sampled isn't above that of greedy turns by 10 points:
-    **yes** ({change(small[ALL] - small[0])}, one annotator, {len(small[0])} queries).
+    **yes** ({change(small[ALL] - small[0])}, one reading, {len(small[0])} queries).
 
     10. Greedy turns under the vector are follow-ups more often than under the control: **yes**
     ({change(vector() - control())}).
@@ -798,7 +796,7 @@ def sentences() -> dict[str, list[str]]:
     with κ {both_say}.
 
     Of turns with two, five and eight sampled tokens, {later[0]}, {later[1]} and {later[2]} of 100
-    are follow-ups (one annotator).
+    are follow-ups (one reading).
 
     Taken as it is, more than half of the difference is moved from layer {first_half()} on (95%
     confidence set: {layers[0]} to {layers[-1]}). But part of it is how much of a distribution the
@@ -865,7 +863,7 @@ def sentences() -> dict[str, list[str]]:
     {moved_by["permuted"]} under the control and {moved_by["unsteered"]} without one.
     {rates["follow-ups"]}, {rates["permuted"]} and {rates["unsteered"]} of 100 greedy turns are
     follow-ups ({change(under["follow-ups"] - under["permuted"])} over the control,
-    {len(under["permuted"])} queries, one annotator, blind);
+    {len(under["permuted"])} queries, one reading, blind);
     {mean(100 * inside["follow-ups"], 0)}, and {mean(100 * inside["permuted"], 0)} under the
     control, are in role."""
     compare = [folded(one) for one in both.split("\n\n")]

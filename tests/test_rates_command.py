@@ -172,12 +172,12 @@ def test_a_field_of_the_data_tells_rates_apart(run, rates):
         | {"quantity": "rate", "outcome": "follow_up", "temperature": 0.0, "events": [3, 0, 6, 6]}
         | {"low": 0.0, "high": 1.0, "p_holm": float("nan")}
     )
-    small = "1 of 4 groups of fewer than 5 queries are too small to compare"
+    small = "1 of 4 groups have fewer than 5 queries: too few to compare"
     assert _by_group("topic", tied) == (
         "By topic, 0.00 [0.00, 1.00] (topic = b) to 1.00 (2 groups, such as topic = c) of greedy "
         f"turns are follow-ups ({small})."
     )
-    few = "By topic, no two groups can be compared: 1 of 2 groups of fewer than 5 queries are too"
+    few = "By topic, no two groups can be compared: 1 of 2 groups have fewer than 5 queries"
     assert _by_group("topic", tied[:2]).startswith(few)
     tied.loc[1:, ["rows", "value"]] = 0, float("nan")  # none of their turns could be assessed
     assert "same rate" not in _by_group("topic", tied)

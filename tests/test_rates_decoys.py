@@ -141,7 +141,7 @@ def test_perturbed_contexts_do_not_decide():
     few = gate_of(pairs[:3], "j")
     assert (
         few.verdict == "undecided"
-        and "calls 3 of the 3 turns follow-ups, and none of the same turns if they are" in few.short
+        and "calls 3 of the 3 turns follow-ups, and none of the same 3 after a wrong" in few.short
         and few.short.endswith(", of too few queries to be sure")
     )
     alone = gate_of(pairs.assign(decoy="sibling"), "j")
@@ -169,7 +169,7 @@ def test_counts_of_the_control_can_be_subtracted():
     pairs = pairs.assign(source=range(n), shown_source=np.roll(range(n), 1))
     pairs = pairs.assign(own_follow_up=pairs.index < 3, follow_up=pairs.index == 5)
     said = gate_of(pairs.astype({"own_follow_up": float, "follow_up": float}), "j").short
-    assert "calls 3 of the 216 turns follow-ups, and 1 of the same turns if they are shown" in said
+    assert "calls 3 of the 216 turns follow-ups, and 1 of the same 216 after a wrong" in said
 
 
 def test_a_models_gate_is_the_same_whatever_other_runs_are_named(run, merged, tmp_path):

@@ -103,8 +103,8 @@ def another(run: Run, folder: Path) -> Run:
 
 def test_the_errors_of_the_judge_are_those_of_its_card():
     card = " ".join(files("ia_mech.judge.builtin").joinpath("CARD.md").read_text("utf-8").split())
-    assert re.findall(r"0\.\d+", ERRS) == ["0.43", "0.36", "0.49", "0.41"]
-    assert "(Qwen 0.43 where they call 0.49, SmolLM2 0.36 where they call 0.41)" in card
+    assert re.findall(r"0\.\d+", ERRS) == ["0.43", "0.49", "0.36", "0.41"]
+    assert "(Qwen 0.43 where it calls 0.49, SmolLM2 0.36 where it calls 0.41)" in card
 
 
 # -- what it says -----------------------------------------------------------------------------
@@ -142,7 +142,7 @@ def test_commands_of_missing_results_are_said_and_run(run, report):
     )
     assert re.fullmatch(
         r"Judge's control failed: the built-in judge calls \d+ of the 60 turns follow-ups, and \d+ "
-        r"of the same turns if they are shown after a wrong conversation \(from another query\): "
+        r"of the same 60 after a wrong conversation \(from another query\): "
         "don't rely on its rates.",
         ending[1],
     )
@@ -586,8 +586,6 @@ def test_follow_ups_that_take_most_of_their_words_from_the_query_are_counted():
     rows = pd.DataFrame(said, columns=["query", "text", "follow_up", "perturbation", "drawn"])
     run = SimpleNamespace(labelled=lambda judge: rows, drawn=lambda these: these["drawn"])
     (line,) = close_to_query(run, "me")
-    assert line.startswith(
-        "At least 1 of the 2 follow-ups at all temperatures may only restate the query"
-    )
+    assert line.startswith("At least 1 of the 2 follow-ups may only restate the query")
     rows.loc[0, "text"] = "What does the fado cost?"
     assert list(close_to_query(run, "me")) == []

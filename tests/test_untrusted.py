@@ -248,7 +248,7 @@ def test_names_that_cannot_be_printed_are_refused(tmp_path, name):
     asked = {"messages": [{"role": "user", "content": "q"}], "real_follow_up": None}
     row = {"id": "a", "source_id": "b", "dataset": "c", **asked, name: "a\u202eb"}
     file.write_text(json.dumps(row) + "\n")
-    said = rf"data.jsonl line 1 \(id a\): the {name} 'a\\u202eb' holds characters .*; name it with plain"
+    said = rf"line 1 \(id a\): the {name} 'a\\u202eb' holds characters .*; name it with plain"
     with pytest.raises(UserError, match=said):
         open_conversations(str(file))
 

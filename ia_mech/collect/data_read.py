@@ -106,8 +106,8 @@ def _notes(
         fewer = f"has fewer conversations than --limit {settings.limit}: {rows}"
         yield f"{settings.dataset} {fewer}"
     if source.cut:
-        later = "--cut last would read up to the last one"
-        yield f"rows with user turns after the first follow-up: {source.cut}; {later}"
+        many = f"{source.cut} conversation{'s' * (source.cut != 1)}"
+        yield f"{many} cut after the first response (--cut last: before the last user turn)"
     if source.left:
         gold = [name for name in source.left if like_gold(name)]
         more = f" (if {gold[0]} is a gold answer: --answer-column {gold[0]})" if gold else ""

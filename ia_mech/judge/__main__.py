@@ -37,7 +37,7 @@ wrong conversation (one of another query) and after siblings (other responses to
 EPILOG = """\
 examples:
   ia-mech judge run cache/RUN
-      the built-in judge: English, deterministic, free. Say how good it is (judge/builtin/CARD.md)
+      the built-in judge: English, deterministic, free. How good it is: judge/builtin/CARD.md
   ia-mech judge run cache/RUN --judge llm --model gpt-5-mini
       a language model at OpenAI (key from $OPENAI_API_KEY), or at --base-url, any compatible server
   ia-mech judge agreement cache/RUN

@@ -89,17 +89,15 @@ def without_response(run: Run, judge: str) -> str:
     if counts.empty:
         return ""
     rows = all_datasets(result.estimates).set_index(["quantity", "term", "temperature"])
-    value, shown = rows["value"], rows["p_holm"] <= SHOWN
+    shown = rows["p_holm"] <= SHOWN
     each = list[str]()
     for t, yes, of in counts.itertuples():
         said = f"{yes} of {of} {f'sampled at T = {t:g}' if t else 'greedy ones'}"
         if (change := (f"follow-ups, minus {UNCHANGED}", "remove", t)) in shown:
-            now = value["follow-ups", "remove", t]
-            lower = "" if shown[change] else ", not shown to be lower"
-            said += f" ({now:.2f} instead of {now - value[change]:.2f}{lower})"
+            said += "" if shown[change] else " (not shown to be fewer)"
         each.append(said)
     return (
-        "turns that were written without the response still fit it, by topic or by luck: "
+        "without the response, the model still writes turns that the judge calls follow-ups to it: "
         f"{' and '.join(each)}"
     )
 
@@ -111,9 +109,8 @@ def close_to_query(run: Run, judge: str) -> Iterator[str]:
     rows = rows[(rows["perturbation"] == UNPERTURBED) & (rows["follow_up"] == 1) & run.drawn(rows)]
     if close := sum(map(restates, rows["query"], rows["text"])):
         yield (
-            f"At least {close} of the {len(rows)} follow-ups at all temperatures may only restate "
-            "the query: most of their words are the query's. The judge's control can't detect "
-            "these."
+            f"At least {close} of the {len(rows)} follow-ups may only restate the query, which the "
+            "judge's control can't detect: most of their words are the query's."
         )
 
 

@@ -86,9 +86,8 @@ class Gate:
         floor, of = self.count(self.floor), f" of {self.model}" if self.model else ""
         return (
             f"Judge's control {self.verdict}: {named(self.judge)} calls {self.count(self.rate)} "
-            "of the "
-            f"{self.decoys} turns{of} follow-ups, and {floor or 'none'} of the same turns if they "
-            f"are shown after {AFTER[WRONG]} (from another query){what}"
+            f"of the {self.decoys} turns{of} follow-ups, and {floor or 'none'} of the same "
+            f"{self.decoys} after {AFTER[WRONG]} (from another query){what}"
         )
 
     @property

@@ -126,11 +126,11 @@ def conclusion(estimates: pd.DataFrame, level: float = 0.95, fit: float = math.i
         return "Most of what this judge calls follow-ups fits other conversations, too."
     said = {
         1: f"Sampling at T = {best:g} brings out follow-ups that greedy decoding hides",
-        0: f"It isn't shown that sampling at T = {best:g} brings out more follow-ups",
+        0: f"It isn't shown that sampling at T = {best:g} brings out more",
         -1: f"Sampling at T = {best:g} makes follow-ups fewer",
     }[change]
     numbers = estimate_of(found[RISE]).text(sign=True)
-    return f"{said}: the change from greedy turns, minus the control's, is {numbers}."
+    return f"{said}: the rate changes by {numbers}, minus its change after wrong conversations."
 
 
 def _best(

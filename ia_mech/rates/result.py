@@ -185,10 +185,10 @@ def _by_group(field: str, rows: pd.DataFrame) -> str:
     turns = f"turns at T = {t:g}" if t else "greedy turns"
     groups, rates = len(rates), rates[rates["sources"] >= LEAST_SHOWN]
     small = groups - len(rates)
-    few = f"{small} of {groups} groups of fewer than {LEAST_SHOWN} queries"
+    few = f"{small} of {groups} groups have fewer than {LEAST_SHOWN} queries"
     if len(rates) < 2:
-        return f"By {field}, no two groups can be compared: {few} are too small."
-    aside = f" ({few} are too small to compare)" if small else ""
+        return f"By {field}, no two groups can be compared: {few}."
+    aside = f" ({few}: too few to compare)" if small else ""
     if rates["value"].nunique() == 1:
         counts = f"{rates['events'].sum()} of {rates['rows'].sum()} in all"
         return (

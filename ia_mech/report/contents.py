@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from markdown_it import MarkdownIt
 
 from ia_mech.cli import program, shell_word
 from ia_mech.display import link_title, links_of, reading_of
@@ -34,7 +35,8 @@ ORDER = (
     *("interchange", "mass", "mass_vector", "perturbations", "rates-by-correct"),
     *("temperature_sweep", "agreement"),
 )
-ABOVE = "The judge's stands above."  # a control all of whose sentences the page has shown
+# A control all of whose sentences the page has shown.
+ABOVE = "The judge's control stands at the top of the page."
 MAX_ESTIMATES = 400  # rows that a page lists; the file has all
 _STARRED = re.compile(r"\d\*")  # a temperature above the judge's fit
 _ADVICE = re.compile(r" --[a-z]")  # in a sentence that says what to do, not what was found
@@ -314,8 +316,9 @@ def commands(runs: Sequence[Run], cards: Sequence[Card]) -> list[str]:
 
 
 def builtin_card(runs: Sequence[Run]) -> str:
-    """The built-in judge's card if it judged one of the runs, else nothing."""
+    """The built-in judge's card, as HTML, if it judged one of the runs, else nothing."""
     records = [run.labels.record("judgements", one) for run in runs for one in run.labels.judges]
     if all(record.get("identity", {}).get("kind") != "builtin" for record in records):
         return ""
-    return (files("ia_mech.judge.builtin") / "CARD.md").read_text(encoding="utf-8")
+    card = (files("ia_mech.judge.builtin") / "CARD.md").read_text(encoding="utf-8")
+    return MarkdownIt("commonmark").enable("table").render(card.partition("\n")[2])

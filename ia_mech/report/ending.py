@@ -19,9 +19,9 @@ from ia_mech.run.layout import UNPERTURBED
 TURNS = 3
 # By ia_mech/judge/builtin/CARD.md, of the judge fitted without the model's study.
 ERRS = (
-    "The built-in judge errs. Of turns of models that it wasn't fitted on it called 0.43 (Qwen2.5-"
-    "Coder-1.5B) and 0.36 (SmolLM2-135M) follow-ups, where a language model called 0.49 and 0.41. "
-    "Labels of your own correct the rates: {}."
+    "The built-in judge errs. Fitted without Qwen2.5-Coder-1.5B, it called 0.43 of that model's "
+    "turns follow-ups (a language model: 0.49); fitted without SmolLM2-135M, 0.36 (0.41). Labels "
+    "of your own correct the rates: {}."
 )
 LISTED = 3  # most temperatures that are named one by one
 

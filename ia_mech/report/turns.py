@@ -109,8 +109,8 @@ def browser(
     note = f"{plain:,} turns after {len(contexts) - changed:,} conversations."
     if changed:
         note += (
-            f" Experiments changed conversations, too: choose a condition to read the "
-            f"{count - plain:,} turns after these {changed:,}."
+            f" Experiments wrote {count - plain:,} more after {changed:,} changed conversations: "
+            "“condition”, under “more filters”, shows them."
         )
     if share < 1:
         note = (
