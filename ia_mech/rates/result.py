@@ -156,7 +156,9 @@ def _sentence(judged: JudgedTurns, of: pd.DataFrame, groups: pd.DataFrame, level
     conversations = conversations_text(turns["context"].nunique(), sources)
     unassessed = int(turns["follow_up"].isna().sum())
     lacking = f" ({unassessed} of them not assessed)" if unassessed else ""
-    said.append(f"These are {len(turns)} turns{lacking} in {conversations}{few}.")
+    pooled = f" of {len(judged.runs)} runs" if len(judged.runs) > 1 else ""
+    pooled += f" and {data} datasets" if pooled and (data := turns["dataset"].nunique()) > 1 else ""
+    said.append(f"These are {len(turns)} turns{lacking} in {conversations}{pooled}{few}.")
     if foreign := turns["context"][turns["context"].isin(judged.foreign)].nunique():
         verb = "doesn't" if foreign == 1 else "don't"
         said.append(
