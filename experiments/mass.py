@@ -60,7 +60,9 @@ from ia_mech.settings import MOST_FIRST
 from ia_mech.stats import corrected_labels, corrected_mean
 
 TURNS = "turns"  # the arm
-GREEDY, FIRST, WHOLE = DECODINGS = ("greedy", "first token sampled", "all tokens sampled")
+GREEDY, FIRST, WHOLE = "greedy", "first token sampled", "all tokens sampled"
+OF_COVERED = "first token, of covered"
+DECODINGS = (GREEDY, FIRST, OF_COVERED, WHOLE)
 SHARE, RATE, AFTER_WRONG = "share", "follow-ups", "after a wrong conversation"
 REST, LESS = "not covered", " minus greedy's"
 HELD = "share of the rise"  # that the first token holds
@@ -68,7 +70,7 @@ EVERY = "all conversations"
 NONE, IS = "the greedy turn is no follow-up", "the greedy turn is a follow-up"
 CARRIED, PROBABILITY = "adds to the follow-up mass", "mean probability"
 LENS = {SHARE: "mass by the lens", IN_ROLE: "in role by the lens", REST: "covered by the lens"}
-OF_COVERED = "mass by the lens, of what is covered"
+LENS_COVERED = "mass by the lens, of what is covered"
 LEAST_COVERED = 0.1  # on average, for a share of it
 LISTED = 12  # first tokens that are shown
 CORRECTED, NOTED = ", corrected", "annotated"
@@ -158,11 +160,15 @@ def masses(tokens: pd.DataFrame) -> pd.DataFrame:
         for name in (SHARE, AFTER_WRONG)
     )
     found[REST] = (1 - covered).clip(lower=0)
+    for name in (SHARE, IN_ROLE):
+        part = found[f"{FIRST} {name}"] / covered.where(covered > 0)
+        found[f"{OF_COVERED} {name}"] = part.mask((part - 1).abs() < ROUNDING, 1.0)
     # Of turns that weren't assessed after a wrong conversation nothing is known, either.
     wrong = found[f"{FIRST} {AFTER_WRONG}"] * covered / shown.where(shown > 0)
     found[f"{FIRST} {AFTER_WRONG}"] = wrong.clip(upper=1)
     if NOTED in tokens:
-        found[f"{FIRST} {NOTED}"], found[f"{GREEDY} {NOTED}"] = by[NOTED].any(), likeliest[NOTED]
+        found[f"{FIRST} {NOTED}"] = found[f"{OF_COVERED} {NOTED}"] = by[NOTED].any()
+        found[f"{GREEDY} {NOTED}"] = likeliest[NOTED]
     return found.reset_index()
 
 
@@ -246,6 +252,7 @@ class Mass(Experiment):
                 f"the judge assessed no greedy turn of {self.sampled[TURNS].path}",
                 "have it judged again (ia-mech judge run)",
             )
+        self.notes.append("the turns have a page of their own: ia-mech report RUN-mass/turns/run")
         texts = {i: repr(self.chat.text([i])) for i in set(found["token"])}
         return found.assign(opening=found["token"].map(texts))
 
@@ -334,18 +341,15 @@ class Mass(Experiment):
                 yield group.mean(AFTER_WRONG, own[wrong], proportion=True, decoding=decoding)
 
     def _differences(self, own: pd.DataFrame, group: Group, by: str) -> Iterator[TidyEstimate]:
-        """What drawing adds to greedy turns, and how much of that the first token does. Of first
+        """What sampling adds to greedy turns, and how much of that the first token does. Of first
         tokens it is a share of what is covered: what isn't counts neither way."""
-        covered = (1 - own[REST]).where(own[REST] < 1)
-        for decoding in (FIRST, WHOLE):
+        for decoding in (OF_COVERED, WHOLE):
             for quantity, of in ((RATE, SHARE), (IN_ROLE, IN_ROLE)):
-                drawn, greedy = own[f"{decoding} {of}"], own[f"{GREEDY} {of}"]
-                drawn = drawn / covered if decoding == FIRST else drawn
-                if drawn.notna().any():
-                    pair = drawn, own["source"], greedy, own["source"]
+                sampled, greedy = own[f"{decoding} {of}"], own[f"{GREEDY} {of}"]
+                if sampled.notna().any():
+                    pair = sampled, own["source"], greedy, own["source"]
                     yield paired_row(group, f"{quantity}{LESS}", *pair, decoding=f"{decoding}{by}")
-        both = own[[f"{decoding} {SHARE}" for decoding in DECODINGS]]
-        both = both.assign(**{f"{FIRST} {SHARE}": both[f"{FIRST} {SHARE}"] / covered}).dropna()
+        both = own[[f"{decoding} {SHARE}" for decoding in (GREEDY, OF_COVERED, WHOLE)]].dropna()
         if len(both):
             base, first, whole = both.to_numpy(float).T
             sources = own.loc[both.index, "source"]
@@ -391,7 +395,7 @@ class Mass(Experiment):
                     yield group.mean(LENS[SHARE], share, proportion=True)
                     yield group.mean(LENS[IN_ROLE], role, proportion=True)
                     part = ratio(share.fillna(0), covered.fillna(0), group.sources, self.options)
-                    yield group.row(OF_COVERED, part, len(own))
+                    yield group.row(LENS_COVERED, part, len(own))
 
     # -- shown ------------------------------------------------------------------------------------
 
@@ -413,13 +417,13 @@ class Mass(Experiment):
         whole = tables_of(
             f"{title} ({self.intervals})",
             every,
-            parts | {RATE + LESS: ("minus greedy, of covered", "+.2f")},
+            parts | {RATE + LESS: ("minus greedy", "+.2f")},
             index=("dataset", "decoding"),
             rows="conversations",
-            legend=f"{FIRST}: the follow-up mass; first tokens that aren't covered may add to it. "
-            "Minus greedy, of covered: mass / covered, minus greedy. Once in role: "
-            "the share of follow-ups among turns that neither repeat the conversation nor speak "
-            "as the assistant." + self._by,
+            legend=f"{FIRST}: the follow-up mass, to which first tokens that weren't continued "
+            "(aren't covered) may add. Of covered: the mass divided by the probability of those "
+            "that were. Once in role: the share of follow-ups among turns that neither repeat the "
+            f"conversation nor speak as the assistant.{self._by}",
         )
         return [
             *whole[:1],
@@ -439,7 +443,7 @@ class Mass(Experiment):
                     LENS[SHARE]: ("follow-up mass", 2),
                     LENS[IN_ROLE]: ("in role", 2),
                     LENS[REST]: ("covered", 2),
-                    OF_COVERED: ("of what is covered", 2),
+                    LENS_COVERED: ("of what is covered", 2),
                 },
                 index=("term", "layer"),
                 rows="conversations",
@@ -461,8 +465,8 @@ class Mass(Experiment):
 
     def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
         rows = all_datasets(found[found["term"] == EVERY])
-        rest = f"{FIRST} (up to {only(rows, REST)['value'].iloc[0]:.2f} more)"
-        rows = rows[rows["quantity"].isin([RATE, IN_ROLE])].replace({"decoding": {FIRST: rest}})
+        # The mass itself is no rate that others can be compared with: a part isn't covered.
+        rows = rows[rows["quantity"].isin([RATE, IN_ROLE]) & (rows["decoding"] != FIRST)]
         title = f"{self.runs[0].model['name']}, T = {self.args.temperature:g}"
         sampled: Drawing = Bars(
             title, "share of turns (0 to 1)", rows, names="decoding", by="quantity"

@@ -140,8 +140,8 @@ class Perturbations(Arms):
     title = "follow-ups to the unchanged response"
     legend = (
         "The judge is shown the unchanged response, whatever the model was given (the built-in "
-        f"judge's labels are named builtin{ON_UNPERTURBED}). Minus unchanged: over the "
-        "conversations that the change alters; the first line has all conversations."
+        f"judge's labels are named builtin{ON_UNPERTURBED}). Minus unchanged: only "
+        "conversations that the change alters are compared; the first line has all."
     )
 
     @classmethod

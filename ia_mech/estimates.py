@@ -270,7 +270,7 @@ def could_show(
     largest; ``most`` is the largest possible effect, such as 1 for a difference of rates."""
     if np.isnan(least):
         return ""
-    if least >= most:
+    if round(least, digits) >= most:
         return "too few data to show any effect"
     least_text, last = (f"{one:.{digits}f}" for one in (least, up_to or least))
     sizes = least_text if last == least_text else f"{least_text} to {last}"

@@ -146,7 +146,7 @@ def test_estimates_are_means_over_contexts_and_once_in_role_is_their_ratio(out):
     assert estimate(out, ONCE_IN_ROLE, FIRST)["value"] == pytest.approx(share.sum() / role.sum())
     assert estimate(out, REST, FIRST)["value"] == pytest.approx(each[REST].mean())
     less = (share / (1 - each[REST]) - each[f"{GREEDY} {SHARE}"]).mean()
-    assert estimate(out, RATE + LESS, FIRST)["value"] == pytest.approx(less)
+    assert estimate(out, RATE + LESS, mass.OF_COVERED)["value"] == pytest.approx(less)
     rise = estimate(out, RATE + LESS, WHOLE)
     assert rise["low"] < 0 < rise["high"]  # it isn't shown: no share of it is said
     every = pd.read_parquet(out / "estimates.parquet")

@@ -244,8 +244,9 @@ def _query(cells: "Row") -> list[Message]:
     if cells.columns.format == "auto" and list_of(from_json(query), str):
         raise UserError(
             f"{cells.place}: the column {name!r} is a list of texts, written as JSON",
-            f"say whose texts: --messages-column {name} with --format turns (the user's alone) or "
-            "alternating (user and assistant in turn); or --format qa if the query is this JSON",
+            f"say whose texts: --messages-column {shell_word(name)} with --format turns (the user's "
+            "alone) or alternating (user and assistant in turn); or --format qa if the query is "
+            "this JSON",
         )
     passage = cells.text("context", [n for n in _NAMES["context"] if n != name])
     if passage is not None and not is_gap(query):  # Alpaca, Dolly, SQuAD: the text to work on
@@ -583,11 +584,15 @@ class Row:
         name = self.like(unread, usual, _LIKE_RESPONSE)
         if name and not (texts and self.columns.response):
             read, also = self.roles.get("response"), f"the column {name!r} may be one"
-            problem, say = f"no response, and {also}", f"say --response-column {name}"
+            problem, say = f"no response, and {also}", f"say --response-column {shell_word(name)}"
             if texts:
                 there = read or self.roles.get("messages")
                 problem = f"the response is read from {there!r}, and {also}, too"
-                say = f"{say} or --response-column {read}" if read else "leave out one of them"
+                say = (
+                    f"{say} or --response-column {shell_word(read)}"
+                    if read
+                    else "leave out one of them"
+                )
             remedy = (
                 f"{say}; or {METADATA} {name} if it is none (for a gold answer: --answer-column)"
             )
@@ -602,7 +607,7 @@ class Row:
                 if flag:  # one word is an id or a setting, not what somebody says
                     fits = isinstance(value, str) and len(value.split()) > 1
                 if fits and name not in changing and not self.used.intersection(_NAMES[role]):
-                    say = f"say --{role}-column {name}" if flag else f"call it {near}"
+                    say = f"say --{role}-column {shell_word(name)}" if flag else f"call it {near}"
                     remedy = f"{say}; or {METADATA} {name} if it is something else"
                     self.refuse(name, f"may be {_CHANGING[role]}, but isn't called so", remedy)
 

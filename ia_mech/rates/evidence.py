@@ -109,8 +109,8 @@ def close_to_query(run: Run, judge: str) -> Iterator[str]:
     rows = rows[(rows["perturbation"] == UNPERTURBED) & (rows["follow_up"] == 1) & run.drawn(rows)]
     if close := sum(map(restates, rows["query"], rows["text"])):
         yield (
-            f"At least {close} of the {len(rows)} follow-ups may only restate the query, which the "
-            "judge's control can't detect: most of their words are the query's."
+            f"{close} of the {len(rows)} follow-ups repeat mostly words of the query, and more may "
+            "paraphrase it: the judge's control can't detect this."
         )
 
 

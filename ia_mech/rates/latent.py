@@ -130,7 +130,7 @@ def conclusion(estimates: pd.DataFrame, level: float = 0.95, fit: float = math.i
         -1: f"Sampling at T = {best:g} makes follow-ups fewer",
     }[change]
     numbers = estimate_of(found[RISE]).text(sign=True)
-    return f"{said}: the rate changes by {numbers}, minus its change after wrong conversations."
+    return f"{said}: minus the change after wrong conversations, the rate changes by {numbers}."
 
 
 def _best(

@@ -20,8 +20,8 @@ TURNS = 3
 # By ia_mech/judge/builtin/CARD.md, of the judge fitted without the model's study.
 ERRS = (
     "The built-in judge errs. Fitted without Qwen2.5-Coder-1.5B, it called 0.43 of that model's "
-    "turns follow-ups (a language model: 0.49); fitted without SmolLM2-135M, 0.36 (0.41). Labels "
-    "of your own correct the rates: {}."
+    "turns follow-ups (a language model: 0.49); fitted without SmolLM2-135M, 0.36 (0.41). For "
+    "a claim, label turns yourself ({}) or take another judge."
 )
 LISTED = 3  # most temperatures that are named one by one
 
