@@ -244,9 +244,9 @@ def _query(cells: "Row") -> list[Message]:
     if cells.columns.format == "auto" and list_of(from_json(query), str):
         raise UserError(
             f"{cells.place}: the column {name!r} is a list of texts, written as JSON",
-            f"say whose texts: --messages-column {shell_word(name)} with --format turns (the "
-            "user's alone) or alternating (user and assistant in turn); or --format qa if the query "
-            "is this JSON",
+            f"say whose texts: --messages-column {shell_word(name)} with --format turns (only the "
+            "user's) or alternating (user and assistant in turn); or --format qa if the query is "
+            "this JSON",
         )
     passage = cells.text("context", [n for n in _NAMES["context"] if n != name])
     if passage is not None and not is_gap(query):  # Alpaca, Dolly, SQuAD: the text to work on
