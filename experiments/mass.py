@@ -252,7 +252,7 @@ class Mass(Experiment):
                 f"the judge assessed no greedy turn of {self.sampled[TURNS].path}",
                 "have it judged again (ia-mech judge run)",
             )
-        self.notes.append("the turns have a page of their own: ia-mech report RUN-mass/turns/run")
+        self.notes.append(f"these turns have a page of their own: ia-mech report {run.path}")
         texts = {i: repr(self.chat.text([i])) for i in set(found["token"])}
         return found.assign(opening=found["token"].map(texts))
 
@@ -465,8 +465,8 @@ class Mass(Experiment):
 
     def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
         rows = all_datasets(found[found["term"] == EVERY])
-        # The mass itself is no rate that others can be compared with: a part isn't covered.
-        rows = rows[rows["quantity"].isin([RATE, IN_ROLE]) & (rows["decoding"] != FIRST)]
+        rest = f"{FIRST} (up to {only(rows, REST)['value'].iloc[0]:.2f} more)"
+        rows = rows[rows["quantity"].isin([RATE, IN_ROLE])].replace({"decoding": {FIRST: rest}})
         title = f"{self.runs[0].model['name']}, T = {self.args.temperature:g}"
         sampled: Drawing = Bars(
             title, "share of turns (0 to 1)", rows, names="decoding", by="quantity"

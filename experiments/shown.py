@@ -252,8 +252,8 @@ class Bars:
         if self.differences:
             what = "a difference, not a rate"
             chance = (
-                " Of many intervals some miss 0 by chance. So trust the corrected p in the "
-                "table: a difference is shown if it is at most 0.05."
+                " Go by the corrected p in the table: a difference is shown if it is at most "
+                "0.05. Of many intervals some miss 0 by chance."
             )
         figure.set_label(
             f"Each point is {what}, and the line through it is its interval.{chance} Hollow points "

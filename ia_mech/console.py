@@ -57,10 +57,7 @@ def usage() -> str:
         if name in heading:
             lines.append(heading[name])
         lines.append(f"  {name:<18}{about}")
-    first = (
-        f"first: {program()} sample --limit 60 --out cache/sixty; then run what it prints after "
-        "'next:'"
-    )
+    first = f"first: {program()} sample --out cache/first; then run what it prints after 'next:'"
     return "\n".join([*lines, "", first, "ia-mech COMMAND --help explains each."])
 
 

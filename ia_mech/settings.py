@@ -213,7 +213,9 @@ class Settings:
         UserError: a value, or a combination, that can't be.
     """
 
-    model: str = _setting(embedded.NAME, FIRST, "NAME", "hub id, folder, GGUF file or built-in")
+    model: str = _setting(
+        embedded.NAME, FIRST, "NAME", "hub id, folder, GGUF file or embedded model"
+    )
     dataset: str = _setting("builtin", FIRST, "DATA", "builtin, a file, a preset or a hub id")
     limit: int | None = _setting(24, FIRST, "N", "how many conversations, or: all", _limit)
     temperatures: tuple[float, ...] = _setting(

@@ -633,27 +633,19 @@ def found_sentences(short: bool) -> list[str]:
         mean(100 * under_vector(term, model=NEW), 0)
         for term in ("unsteered", "follow-ups", "permuted")
     ]
-    small = [mean(100 * by_readers(SMOL, one), 0) for one in (GREEDY, SAMPLED)]
-    queries = [len(by_readers(m, GREEDY)) for m in (QWEN, SMOL)]
     brief = f"""
-    **Sampling brings out follow-ups in Qwen2.5-Coder-1.5B, because more turns stay in role.** After
-    {queries[0]} queries, {readers[0]}% of its greedy turns and {readers[1]}% of those sampled at
-    T = 0.7 are follow-ups; minus the change after wrong conversations, the rise is
-    {mean(100 * by_readers(QWEN, BEYOND_WRONG), 0)} points (95% interval: {low} to {high}). Turns
-    *out of role* repeat the conversation or answer it: {mean(100 * out[0], 0)}% of the greedy and
-    {mean(100 * out[1], 0)}% of the sampled ones. Of the others, {within[0]}% and {within[1]}% are
-    follow-ups. In SmolLM2-135M no rise is shown ({small[0]}% and {small[1]}%, {queries[1]}
-    queries).
+    **Sampling brings out follow-ups in Qwen2.5-Coder-1.5B:** {readers[0]}% of its greedy turns are
+    follow-ups, and {readers[1]}% of those sampled at T = 0.7 ({len(by_readers(QWEN, GREEDY))}
+    queries; {mean(100 * by_readers(QWEN, BEYOND_WRONG), 0)} points more, 95% interval {low} to
+    {high}, if the change after wrong conversations is subtracted).
 
-    **One vector raises greedy follow-ups as much.** Added to the hidden state of the header's last
-    token in Qwen, it raises them from {steered[0]}% to {steered[1]}%; a vector learned from
-    shuffled labels leaves them at {steered[2]}%. These are {len(at(0))} other queries, half to
-    learn from, half to test on. MT-bench's alone show no rise.
+    it raises Qwen's greedy follow-ups from {steered[0]}% to {steered[1]}%. A vector learned from
+    shuffled labels leaves them at {steered[2]}% ({len(at(0))} other queries, half to learn
+    from; MT-bench's alone show no rise).
 
-    **What a turn says comes from the response's tokens.** Sampled turns of Qwen tell {all_q} bits
-    about which of three responses they followed (at most 1.58). If all but the
-    response's keys and values come from another response, {own_q} bits remain; if all but the user
-    header's do, {head_q}."""
+    Sampled turns of Qwen tell {all_q} bits about which of three responses they followed. If only
+    the response's keys and values are kept, {own_q} remain; if only the user header's,
+    {head_q}."""
     said = f"""{readers[0]}% of Qwen2.5-Coder-1.5B's greedy user turns are follow-ups, and
     {readers[1]}% of its sampled turns are; in SmolLM2-135M no rise is shown.
 

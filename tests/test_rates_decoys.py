@@ -109,9 +109,11 @@ def test_the_figure_has_rate_and_floor(run):
 def test_sentence_and_control_follow_the_gate(run):
     follow_up = planted(run, 0.95)
     judged = judged_by(run, lambda item: FOLLOW_UP if item in follow_up else NEW)
-    words = "Judge's control passed: judge planted calls {} of the {} turns follow-ups, and"
+    words = (
+        "Judge's control passed: of the {} turns, judge planted calls {} follow-ups to their own"
+    )
     gate = judged.gate
-    assert gate.short.startswith(words.format(gate.count(gate.rate), gate.decoys))
+    assert gate.short.startswith(words.format(gate.decoys, gate.count(gate.rate)))
     found = result(judged)
     assert "turns react to their own response: they are follow-ups" in found.sentence
     assert "(from another query). Over all temperatures together, the diff" in found.control
@@ -141,7 +143,7 @@ def test_perturbed_contexts_do_not_decide():
     few = gate_of(pairs[:3], "j")
     assert (
         few.verdict == "undecided"
-        and "calls 3 of the 3 turns follow-ups, and none of the same 3 after a wrong" in few.short
+        and "calls 3 follow-ups to their own conversation, and none to a wrong one" in few.short
         and few.short.endswith(", of too few queries to be sure")
     )
     alone = gate_of(pairs.assign(decoy="sibling"), "j")
@@ -169,7 +171,7 @@ def test_counts_of_the_control_can_be_subtracted():
     pairs = pairs.assign(source=range(n), shown_source=np.roll(range(n), 1))
     pairs = pairs.assign(own_follow_up=pairs.index < 3, follow_up=pairs.index == 5)
     said = gate_of(pairs.astype({"own_follow_up": float, "follow_up": float}), "j").short
-    assert "calls 3 of the 216 turns follow-ups, and 1 of the same 216 after a wrong" in said
+    assert "calls 3 follow-ups to their own conversation, and 1 to a wrong one" in said
 
 
 def test_a_models_gate_is_the_same_whatever_other_runs_are_named(run, merged, tmp_path):

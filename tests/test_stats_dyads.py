@@ -124,6 +124,15 @@ def test_a_floor_of_0_is_not_certain():
     assert margin.high == pytest.approx(min(excess.high, 1))
 
 
+def test_one_event_among_the_others_does_not_make_a_difference_surer():
+    ring = np.repeat(np.arange(8), 6), np.repeat(np.roll(np.arange(8), 1), 6)
+    own = (np.tile(np.arange(6), 8) < np.repeat([1, 2, 2, 3, 3, 4, 4, 5], 6)) * 1.0
+    none, one = np.zeros(48), np.eye(1, 48)[0]
+    for times in (1, 2):
+        without, found = (dyadic_difference(own, of, *ring, times=times) for of in (none, one))
+        assert found.value < without.value and found.low < without.low
+
+
 @pytest.mark.parametrize("sources", [2, 3])
 def test_too_few_sources_have_no_interval(sources):
     first = np.arange(sources)

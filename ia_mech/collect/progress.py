@@ -43,6 +43,7 @@ class PhaseProgress:
         self._ended, self._again, self._drawn = self._rows - left, 0, 0
         self._allowance, self._draws, self._written, self._unfinished = allowance, draws, 0, 0
         self._warned = draws == 1  # unfinished responses are wanted, too
+        self._fewer = False
         self._begun, self._reporting = time.monotonic(), threading.Lock()
         self.devices: Callable[[], str] = str  # says how many compute, where there may be several
         progress.start(phase, total, done=total - tokens, unit="")
@@ -60,7 +61,7 @@ class PhaseProgress:
     def fewer(self, rows: int) -> None:
         """So many rows turn out not to be there."""
         with self._reporting:
-            self._rows -= rows
+            self._rows, self._fewer = self._rows - rows, True
 
     def responded(self, written: int, unfinished: int) -> None:
         """So many responses were written, of which some are unfinished. If most are, say so once,
@@ -88,7 +89,8 @@ class PhaseProgress:
             self._drawn += drawn
             self._ended += ended
             self._again += again
-            note = f"{min(self._ended, self._rows)}/{self._rows} {self._unit}s, "
+            of = "" if self._fewer else f"/{self._rows}"  # how many there are isn't known before
+            note = f"{min(self._ended, self._rows)}{of} {self._unit}s, "
             note += f"{self._again} sampled again, {doing}" if self._again else doing
             if self._drawn and doing == "decoding":
                 note += f", {self._drawn / (time.monotonic() - self._begun):.0f} tokens/s"

@@ -313,7 +313,7 @@ def _refuse_empty(messages: list[Message], place: str) -> None:
         if message["role"] == "assistant" and empty and not {*message} & {*PARTS}:
             raise UserError(
                 f"{place}: a message of the assistant is empty",
-                "leave it out if it is the last, or leave the row out (--skip-unusable)",
+                "leave it out if it is the last",
             )
 
 

@@ -12,7 +12,7 @@ import pandas as pd
 
 from ia_mech.data.conversations import UNPERTURBED
 from ia_mech.estimates import smallest_effect
-from ia_mech.judge.decoys import AFTER, SIBLING, WRONG
+from ia_mech.judge.decoys import SIBLING, WRONG
 from ia_mech.run.labels import BUILT_IN
 from ia_mech.stats import Estimate, dyadic_difference
 
@@ -85,9 +85,9 @@ class Gate:
             what = ", of too few queries to be sure" if few else self.enough
         floor, of = self.count(self.floor), f" of {self.model}" if self.model else ""
         return (
-            f"Judge's control {self.verdict}: {named(self.judge)} calls {self.count(self.rate)} "
-            f"of the {self.decoys} turns{of} follow-ups, and {floor or 'none'} of the same "
-            f"{self.decoys} after {AFTER[WRONG]} (from another query){what}"
+            f"Judge's control {self.verdict}: of the {self.decoys} turns{of}, {named(self.judge)} "
+            f"calls {self.count(self.rate)} follow-ups to their own conversation, and "
+            f"{floor or 'none'} to a wrong one (of another query){what}"
         )
 
     @property

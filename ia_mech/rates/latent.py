@@ -130,7 +130,10 @@ def conclusion(estimates: pd.DataFrame, level: float = 0.95, fit: float = math.i
         -1: f"Sampling at T = {best:g} makes follow-ups fewer",
     }[change]
     numbers = estimate_of(found[RISE]).text(sign=True)
-    return f"{said}: minus the change after wrong conversations, the rate changes by {numbers}."
+    return (
+        f"{said}: the rate changes by {numbers} (its change after conversations of other queries "
+        "is subtracted)."
+    )
 
 
 def _best(

@@ -443,6 +443,6 @@ def _notes(judged: JudgedTurns, rows: pd.DataFrame) -> list[str]:
         )
     elif not judged.annotator:
         notes.append(
-            "no annotator's labels correct these rates (ia-mech annotate export makes a sheet)."
+            "these rates are uncorrected: nobody labelled turns by hand (ia-mech annotate export)."
         )
     return notes + judged.notes

@@ -105,9 +105,10 @@ def dyadic_difference(
 ) -> Estimate:
     """Mean of values minus ``times`` that of others: two rates over the same sources.
 
-    :func:`dyadic_mean` of the differences; rows in which either is NaN are left out. A rate of 0 or
-    1 adds no spread to the differences but isn't certain, so what ``intervals.unseen`` allows it is
-    added (``intervals.combined``).
+    :func:`dyadic_mean` of the differences; rows in which either is NaN are left out. A rate near 0
+    or 1 adds little spread to the differences, or none, but isn't certain: by how much its interval
+    is narrower than ``intervals.unseen`` allows is added (``intervals.combined``). So one event
+    more in ``others`` doesn't make a difference surer.
     """
     index = _numbered(sources)
     rates = np.stack([as_column(x, len(index), "values") for x in (values, others)])
@@ -118,16 +119,16 @@ def dyadic_difference(
         return found
     kept = ~np.isnan(difference)
     independent = _independent(index[kept])
-    means = rates[:, kept].mean(axis=1).tolist()
-    parts, factors = [(found.value, found.low, found.high)], [1.0]
-    if set(means) <= {0.0, 1.0}:  # the differences add nothing to these two
+    parts = [(found.value, found.low, found.high)]
+    if set(rates[:, kept].mean(axis=1).tolist()) <= {0.0, 1.0}:  # the differences add nothing
         parts = [(found.value,) * 3]
-    for rate, factor in zip(means, (1, -times), strict=True):
-        if rate in (0, 1):
-            least, most = unseen(rate, independent, level)
-            parts.append((0.0, least - rate, most - rate))
-            factors.append(factor)
-    _, low, high = combined(parts, factors)
+    for column in rates[:, kept]:
+        own = dyadic_mean(column, *index[kept].T, ends=(0.0, 1.0), level=level)
+        ends_seen = (own.value,) * 2 if np.ptp(column) == 0 else (own.low, own.high)
+        away = np.subtract(unseen(own.value, independent, level), own.value) ** 2
+        least, most = np.sqrt(np.maximum(away - np.subtract(ends_seen, own.value) ** 2, 0))
+        parts.append((0.0, -least, most))
+    _, low, high = combined(parts, (1.0, 1.0, -times))
     return replace(found, low=max(low, ends[0]), high=min(high, ends[1]))
 
 
