@@ -116,7 +116,7 @@ def test_sentence_and_control_follow_the_gate(run):
     assert gate.short.startswith(words.format(gate.decoys, gate.count(gate.rate)))
     found = result(judged)
     assert "turns react to their own response: they are follow-ups" in found.sentence
-    assert "(from another query). Over all temperatures together, the diff" in found.control
+    assert "(of another query). Over all temperatures together, the diff" in found.control
     assert set(found.estimates["gate"]) == {"passed"}
 
 
