@@ -55,7 +55,7 @@ class Elicit(Arms):
     name = "elicit"
     siblings = True
     by = ("term",)
-    less: ClassVar = {"minus greedy's": {"term": GREEDY}}
+    less: ClassVar = {"minus greedy": {"term": GREEDY}}
     more: ClassVar = {GAP: ("more than greedy", "+.2f")}
 
     @classmethod

@@ -133,7 +133,7 @@ PART_SITES = (*BAND_SITES, *BLOCK_SITES, *RANDOM_SITES)  # of the response's tok
 
 MAY_BE_MOST = "p that no other window carries more"
 # Paired by query. The query's tokens are the same in all candidates: a control.
-LESS_GREEDY, LESS_WHOLE = "bits, minus greedy's", "bits, minus the whole response's"
+LESS_GREEDY, LESS_WHOLE = "bits, minus greedy", "bits, minus the whole response's"
 LESS_RANDOM = "bits, minus those of as many random tokens"
 LESS_QUERY, HITS_LESS_QUERY = "bits, minus the query's", "own is likeliest, minus the query's"
 LEFT_OUT = "bits lost without"  # a site, which may hold what another has
@@ -407,7 +407,7 @@ class Bits(Grid):
             {
                 LESS_QUERY: ("bits minus the query's", "+.2f"),
                 HITS_LESS_QUERY: ("own likeliest, minus the query's", "+.2f"),
-                LESS_GREEDY: ("bits minus greedy's", "+.2f"),
+                LESS_GREEDY: ("minus greedy", "+.2f"),
                 LESS_WHOLE: ("bits minus the whole response's", "+.2f"),
                 LESS_RANDOM: ("bits minus as many random tokens'", "+.2f"),
             },

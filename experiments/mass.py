@@ -64,7 +64,7 @@ GREEDY, FIRST, WHOLE = "greedy", "first token sampled", "all tokens sampled"
 OF_COVERED = "first token, of covered"
 DECODINGS = (GREEDY, FIRST, OF_COVERED, WHOLE)
 SHARE, RATE, AFTER_WRONG = "share", "follow-ups", "after a wrong conversation"
-REST, LESS = "not covered", " minus greedy's"
+REST, LESS = "not covered", " minus greedy"
 HELD = "share of the rise"  # that the first token holds
 EVERY = "all conversations"
 NONE, IS = "the greedy turn is no follow-up", "the greedy turn is a follow-up"
@@ -188,6 +188,12 @@ def in_parts(
     if role.sum() > 0:
         once = ratio(share.fillna(0), role.fillna(0), group.sources, group.options)
         yield group.row(ONCE_IN_ROLE, once.clip(0, 1), int(role.notna().sum()), **names)
+
+
+def _compared(found: pd.DataFrame) -> pd.Series:
+    """Which estimates are shown: of what is in role, those of what is covered, as tokens that
+    aren't covered may be in role, too."""
+    return (found["decoding"] != FIRST) | ~found["quantity"].isin([IN_ROLE, ONCE_IN_ROLE])
 
 
 class Mass(Experiment):
@@ -412,6 +418,7 @@ class Mass(Experiment):
             ONCE_IN_ROLE: ("once in role", 2),
         }
         every, t = found[found["term"] == EVERY], f"T = {self.args.temperature:g}"
+        every = every[_compared(every)]
         title = f"follow-ups by how many tokens are sampled at {t}"
         labelled = "The judge's label says what the greedy turn is."
         whole = tables_of(
@@ -466,7 +473,8 @@ class Mass(Experiment):
     def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
         rows = all_datasets(found[found["term"] == EVERY])
         rest = f"{FIRST} (up to {only(rows, REST)['value'].iloc[0]:.2f} more)"
-        rows = rows[rows["quantity"].isin([RATE, IN_ROLE])].replace({"decoding": {FIRST: rest}})
+        rows = rows[rows["quantity"].isin([RATE, IN_ROLE]) & _compared(rows)]
+        rows = rows.replace({"decoding": {FIRST: rest}})
         title = f"{self.runs[0].model['name']}, T = {self.args.temperature:g}"
         sampled: Drawing = Bars(
             title, "share of turns (0 to 1)", rows, names="decoding", by="quantity"

@@ -140,8 +140,8 @@ class Perturbations(Arms):
     title = "follow-ups to the unchanged response"
     legend = (
         "The judge is shown the unchanged response, whatever the model was given (the built-in "
-        f"judge's labels are named builtin{ON_UNPERTURBED}). Minus unchanged: only "
-        "conversations that the change alters are compared; the first line has all."
+        f"judge's labels are named builtin{ON_UNPERTURBED}). Minus unchanged: of "
+        "the conversations that the edit changed."
     )
 
     @classmethod
@@ -159,7 +159,7 @@ class Perturbations(Arms):
         if count < has["samples"] or others:
             of = f"the greedy one and {count} of {has['samples']} at T = {t:g} (--samples)"
             none = ", none at higher temperatures" if others else ""
-            self.notes.append(f"used of each conversation's turns: {of}{none}.")
+            self.notes.append(f"compared in each conversation: {of}{none}.")
 
     # -- sampled ----------------------------------------------------------------------------------
 

@@ -205,7 +205,7 @@ class TemperatureSweep(Experiment):
             follow_up,
             {
                 RATE: ("follow-ups", 2),
-                RATE_DIFFERENCE: ("minus greedy's", 2),
+                RATE_DIFFERENCE: ("minus greedy", 2),
                 "floor": ("after a wrong conversation", 2),
                 "beyond": ("minus that", 2),
             },

@@ -110,7 +110,7 @@ def test_the_command_samples_each_arm_once(siblings, tmp_path, capfd):
     by_arm = found.set_index(["quantity", "term"])["value"]
     for arm in set(arms) - {GREEDY}:  # every query has turns of all arms
         apart = by_arm[BEYOND_SIBLINGS, arm] - by_arm[BEYOND_SIBLINGS, GREEDY]
-        assert by_arm["follow-ups beyond siblings, minus greedy's", arm] == pytest.approx(apart)
+        assert by_arm["follow-ups beyond siblings, minus greedy", arm] == pytest.approx(apart)
     prompted, opened = (Run.open(out / way / "run") for way in ("prompt", "opening"))
     assert prompted.settings["system"] and prompted.labels.judges == ["builtin"]
     assert opened.settings["opening"] == OPENING and opened.settings["system"] is None

@@ -366,7 +366,7 @@ def test_a_dry_run_writes_nothing_and_bad_input_is_refused(perturb, plain, folde
     planned = perturb(plain.path, *out, "--dry-run", "--queries", "3")
     assert planned.status == 0 and " conversations to sample 4 user turns after each" in planned.out
     used = "the greedy one and 3 of 3 at T = 0.5 (--samples), none at higher temperatures."
-    assert f"used of each conversation's turns: {used}" in planned.out
+    assert f"compared in each conversation: {used}" in planned.out
     assert re.search(r"too few queries +with 3, no difference can be shown", planned.out)
     swapped = perturb(plain.path, *out, "--dry-run", "--queries", "2", "--conditions", "swap")
     assert "2 conversations to sample" in swapped.out  # donors are of the whole run

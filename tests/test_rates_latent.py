@@ -43,8 +43,11 @@ def test_a_rise_that_is_fewer_turns_out_of_role():
     rise, role, rest = rows["value"]
     assert rise == pytest.approx(role + rest) and role == pytest.approx(0.2, abs=0.04)
     said = verdict(rows)
-    assert said.startswith("It is shown that sampling") and ": from greedy to T = 0.7, " in said
-    assert f"Of this change, {role:+.2f} [" in said
+    assert (
+        said.startswith("It is shown that sampling")
+        and ": the rise from greedy to T = 0.7, " in said
+    )
+    assert f"Of this rise, {role:+.2f} [" in said
     assert "would have been shown" in said and "another response" not in said
 
 
@@ -57,10 +60,7 @@ def test_fewer_copies_are_said_to_be_staying_in_role():
     )
     assert rows["value"].tolist() == pytest.approx([0.1625, 0.1625, 0.0], abs=0.03)
     said = verdict(rows)
-    assert (
-        f"changes by {rise} (p < 0.001). Of this change, {role} comes from more turns in role"
-        in said
-    )
+    assert f", is {rise} (p < 0.001). Of this rise, {role} comes from more turns in role" in said
     assert f"and {rest} (0.0" in said and "shown with 80% power) from" in said
 
 
@@ -78,10 +78,12 @@ def test_a_rise_among_the_turns_in_role():
     said = verdict(rows)
     assert said.startswith("It is shown") and rows["p"][2] < 0.05
     fewer = verdict(estimated(decoys((0.3, 0.3), (0.5, 0.2))))
-    assert fewer.startswith("It is shown that sampling makes follow-ups fewer: from greedy to T = ")
+    assert fewer.startswith(
+        "It is shown that sampling makes follow-ups fewer: the rise from greedy to T = "
+    )
     falls = estimated(decoys((0.3, 0.3), (0.5, 0.2)))
     failed = verdict(falls.assign(gate="failed"))  # the judge can't tell what it counts
-    assert "Of this change" in fewer and "Of this change" not in failed
+    assert "Of this rise" in fewer and "Of this rise" not in failed
     assert failed.startswith("It isn't shown that sampling brings out")
     higher = falls[falls["quantity"] == RISE].assign(quantity="difference", value=0.1)
     said = verdict(pd.concat([falls, higher], ignore_index=True))  # only the control rises more
@@ -111,7 +113,7 @@ def test_of_several_temperatures_the_best_is_corrected_for_all():
     def concluded(value: float, p: float) -> str:
         both = (one.assign(value=value, p_holm=p) for one in (found, plain))
         said = conclusion(pd.concat(both, ignore_index=True))
-        assert f": the rate changes by {value:+.2f} [" in said
+        assert f", is {value:+.2f} [" in said
         return said.partition(": ")[0]
 
     sampling = "Sampling at T = 0.7"
@@ -127,7 +129,7 @@ def test_a_temperature_within_the_judges_fit_is_told_even_if_another_rises_more(
     hot = rows["temperature"] == 1
     found = estimated(rows.assign(own_follow_up=rows["own_follow_up"].where(~hot, 1.0)))
     assert "from greedy to T = 1, the best of 2" in verdict(found)
-    assert "from greedy to T = 0.7, the rate" in verdict(found, fit=0.7)
+    assert "from greedy to T = 0.7, minus that" in verdict(found, fit=0.7)
     assert "from greedy to T = 1, the best of 2" in verdict(found, fit=0.5)
 
 
@@ -176,7 +178,7 @@ def test_what_cant_be_told_isnt():
     assert verdict(estimated(rows.assign(decoy="sibling"))) == ""
     nothing = verdict(estimated(rows.assign(own_follow_up=0.0, follow_up=0.0)))  # no follow-up
     assert nothing.startswith("It isn't shown") and "nan" not in nothing
-    assert "changes by +0.00 [-0.04, +0.04] (0.05 would have been shown with 80% power)" in nothing
+    assert ", is +0.00 [-0.04, +0.04] (0.05 would have been shown with 80% power)" in nothing
     plain = estimated(rows.assign(out_of_role=np.nan))  # a rubric without such categories
     assert plain["quantity"].tolist() == [RISE]
     assert "in role" not in verdict(plain)

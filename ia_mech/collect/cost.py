@@ -76,7 +76,7 @@ def plan_lines(plan: Plan, shard: Shard) -> dict[str, str]:
         "positions kept": ", ".join(plan.positions),
         "context tokens": f"{read} (longest {longest})",
         "user turns": f"{each * contexts} x at most {settings.max_new_tokens} tokens",
-        "parts": f"{len(rows)}, of at most {max(rows, default=0)} turns; a kill loses those begun",
+        "parts": f"{len(rows)}, of at most {max(rows, default=0)} turns; a stop costs those begun",
         "time": time_text(_seconds(plan, parts, dtype, read, writing)),
         "bytes to be written": f"{written}, to {plan.out}",
         **_there(plan),

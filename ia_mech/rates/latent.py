@@ -92,13 +92,13 @@ def verdict(estimates: pd.DataFrame, level: float = 0.95, fit: float = math.inf)
     shown = "isn't" if gate == NOT_PASSED or not change else "is"
     words = FEWER if shown == "is" and change < 0 else MORE
     said = [
-        f"It {shown} shown that {words}: from greedy to T = {best:g}{several}, the rate minus the "
-        f"rate after wrong conversations changes by {told(RISE)}."
+        f"It {shown} shown that {words}: the rise from greedy to T = {best:g}{several}, minus that "
+        f"after wrong conversations, is {told(RISE)}."
     ]
     if REST in found and shown == "is":
         role, rest = ("more" if found[part]["value"] > 0 else "fewer" for part in (ROLE, REST))
         said.append(
-            f"Of this change, {estimate_of(found[ROLE]).text(sign=True)} comes from {role} turns "
+            f"Of this rise, {estimate_of(found[ROLE]).text(sign=True)} comes from {role} turns "
             "in role (those that neither repeat the conversation nor speak as the assistant), and "
             f"{told(REST)} from {rest} follow-ups among the turns in role."
         )
@@ -130,10 +130,7 @@ def conclusion(estimates: pd.DataFrame, level: float = 0.95, fit: float = math.i
         -1: f"Sampling at T = {best:g} makes follow-ups fewer",
     }[change]
     numbers = estimate_of(found[RISE]).text(sign=True)
-    return (
-        f"{said}: the rate changes by {numbers} (its change after conversations of other queries "
-        "is subtracted)."
-    )
+    return f"{said}: the rise, minus that after wrong conversations, is {numbers}."
 
 
 def _best(

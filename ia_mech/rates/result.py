@@ -29,7 +29,7 @@ OWN, THERE, LESS = "follow-ups", "follow-ups there", "difference"  # heads of co
 FOLLOW_UPS: Columns = {
     "follow_up": ("follow-ups", 2),
     "floor": ("after a wrong conversation", 2),
-    "difference": ("follow-ups minus greedy's", "+.2f"),
+    "difference": ("minus greedy", "+.2f"),
 }
 OTHERS: Columns = {
     "rate_complete": ("follow-ups after complete responses", 2),
@@ -170,8 +170,7 @@ def _sentence(judged: JudgedTurns, of: pd.DataFrame, groups: pd.DataFrame, level
         said.append(f"In each sampled turn, the first {some} sampled and the rest is greedy.")
     if turns["unfinished"].any():
         said.append(f"{turns['unfinished'].mean():.0%} of the turns follow an unfinished response.")
-    if judged.by is None:  # the rest doesn't depend on the field
-        said += [latent.verdict(of, level, highest(judged.record)), _reaction(gate, judged)]
+    said += [latent.verdict(of, level, highest(judged.record)), _reaction(gate, judged)]
     return " ".join(filter(None, said))
 
 
@@ -429,7 +428,7 @@ def _notes(judged: JudgedTurns, rows: pd.DataFrame) -> list[str]:
         compared = len(tested) - pooled
         corrected = f"; Holm-corrected over {compared} comparisons{family}" * (compared > 1)
         notes.append(
-            "Follow-ups minus greedy's: the mean over queries, paired by query. Its p is from a "
+            "Minus greedy: the mean over queries, paired by query. Its p is from a "
             f"sign-flip permutation test{unequal}{corrected}. Intervals are not corrected."
         )
     notes += few_sources(rows)

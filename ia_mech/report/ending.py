@@ -19,8 +19,8 @@ from ia_mech.run.layout import UNPERTURBED
 TURNS = 3
 # By ia_mech/judge/builtin/CARD.md, of the judge fitted without the model's study.
 ERRS = (
-    "The built-in judge errs. If fitted without a model, it calls too few of its turns follow-ups: "
-    "0.43 where a language model calls 0.49 (Qwen2.5-Coder-1.5B), 0.36 for 0.41 (SmolLM2-135M). "
+    "The built-in judge undercounts on a model that it wasn't fitted on: it found 0.43 where a "
+    "language model found 0.49 (Qwen2.5-Coder-1.5B), and 0.36 for 0.41 (SmolLM2-135M). "
     "For a claim, label turns yourself ({}) or take another judge."
 )
 LISTED = 3  # most temperatures that are named one by one

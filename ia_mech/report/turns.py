@@ -109,8 +109,8 @@ def browser(
     note = f"{plain:,} turns after {len(contexts) - changed:,} conversations."
     if changed:
         note += (
-            f" Experiments wrote {count - plain:,} more after {changed:,} changed conversations: "
-            "“condition”, under “more filters”, shows them."
+            f" Of experiments, {count - plain:,} turns after {changed:,} changed conversations are "
+            "here, too: “condition”, under “more filters”, shows them."
         )
     if share < 1:
         note = (
