@@ -105,7 +105,7 @@ def screenshot(page: Path, to: Path) -> None:
             "chromium",
             *words,
             f"--screenshot={to}",
-            f"{alone.as_uri()}#text+of+turn+or+conversation=havent+pushed",
+            f"{alone.as_uri()}#text+of+turn+or+conversation=commits+on+main",
         ]
         subprocess.run(command, check=True, capture_output=True)
 
