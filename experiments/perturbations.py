@@ -140,8 +140,8 @@ class Perturbations(Arms):
     title = "follow-ups to the unchanged response"
     legend = (
         "The judge is shown the unchanged response, whatever the model was given (the built-in "
-        f"judge's labels are named builtin{ON_UNPERTURBED}). Minus unchanged: of "
-        "the conversations that the edit changed."
+        f"judge's labels are named builtin{ON_UNPERTURBED}). Differences use "
+        "only conversations that the edit changed."
     )
 
     @classmethod

@@ -634,20 +634,19 @@ def found_sentences(short: bool) -> list[str]:
         for term in ("unsteered", "follow-ups", "permuted")
     ]
     brief = f"""
-    **Sampling brings out follow-ups in Qwen2.5-Coder-1.5B.** Of its greedy turns {readers[0]}% are
-    follow-ups, of those sampled at T = 0.7 {readers[1]}% ({len(by_readers(QWEN, GREEDY))} queries).
-    Minus that after wrong conversations, the rise is
-    {mean(100 * by_readers(QWEN, BEYOND_WRONG), 0)} points (95% interval: {low} to {high}). It comes
-    from staying in the user's role: among turns in role, fewer are follow-ups ({within[1]}% instead
-    of {within[0]}%).
+    {readers[0]}% of its greedy turns and {readers[1]}% of those sampled at T = 0.7 are follow-ups
+    ({len(by_readers(QWEN, GREEDY))} queries). Net of the rise after wrong conversations, these are
+    {mean(100 * by_readers(QWEN, BEYOND_WRONG), 0)} points more (95% interval: {low} to {high}).
+    Among turns in role, {within[0]}% of the greedy and {within[1]}% of the sampled ones are
+    follow-ups.
 
-    it raises Qwen's greedy follow-ups from {steered[0]}% to {steered[1]}%. A vector learned from
-    shuffled labels leaves them at {steered[2]}%. These are {len(at(0))} other queries, half to
-    learn from and half to test on; those of MT-bench alone show no rise.
+    it raises Qwen's from {steered[0]}% to {steered[1]}%; one learned from shuffled labels leaves
+    them at {steered[2]}% ({len(at(0))} other queries, half to learn from; MT-bench's alone show no
+    rise).
 
     Sampled turns of Qwen tell {all_q} bits about which of three responses they followed (at most
-    1.58). If only the response's keys and values are kept, {own_q} remain; if only the user
-    header's, {head_q}."""
+    1.58). If all else comes from another response, the response's keys and values alone tell
+    {own_q}, the user header's {head_q}."""
     said = f"""{readers[0]}% of Qwen2.5-Coder-1.5B's greedy user turns are follow-ups, and
     {readers[1]}% of its sampled turns are; in SmolLM2-135M no rise is shown.
 

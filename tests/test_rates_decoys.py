@@ -160,7 +160,9 @@ def test_an_undecided_control_says_how_many_queries_would_do():
 
     few = of(40)
     assert few.verdict == "undecided"
-    (needed,) = re.findall(r"with 40 queries \(about (\d+) such queries would do\)", few.short)
+    (needed,) = re.findall(
+        r"; 40 queries are too few to pass \(about (\d+) such would do\)", few.short
+    )
     more = of(20 * math.ceil(int(needed) / 20))
     assert more.verdict == "passed" and 0 < more.margin.low < more.margin.value / 2
 

@@ -113,7 +113,8 @@ def test_of_several_temperatures_the_best_is_corrected_for_all():
     def concluded(value: float, p: float) -> str:
         both = (one.assign(value=value, p_holm=p) for one in (found, plain))
         said = conclusion(pd.concat(both, ignore_index=True))
-        assert f", is {value:+.2f} [" in said
+        moves = "rises" if value > 0 else "falls"
+        assert f": the rate {moves} by {abs(value):.2f} [" in said
         return said.partition(": ")[0]
 
     sampling = "Sampling at T = 0.7"

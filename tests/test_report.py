@@ -587,6 +587,6 @@ def test_follow_ups_that_take_most_of_their_words_from_the_query_are_counted():
     rows = pd.DataFrame(said, columns=["query", "text", "follow_up", "perturbation", "drawn"])
     run = SimpleNamespace(labelled=lambda judge: rows, drawn=lambda these: these["drawn"])
     (line,) = close_to_query(run, "me")
-    assert line.startswith("1 of the 2 follow-ups repeat mostly words of the query")
+    assert line.startswith("1 of the 2 follow-ups repeats mostly words of the query")
     rows.loc[0, "text"] = "What does the fado cost?"
     assert list(close_to_query(run, "me")) == []

@@ -13,10 +13,11 @@ from ia_mech.errors import UserError
 from ia_mech.estimates import SHOWN, all_datasets
 from ia_mech.judge.restated import restates
 from ia_mech.models.embedded import cache_dir
+from ia_mech.rates.fit import FITTED_WORDS
 from ia_mech.results import folder_of, folders_of, read
 from ia_mech.run import Run
 from ia_mech.run.labelled import positions
-from ia_mech.run.labels import KEY
+from ia_mech.run.labels import BUILT_IN, KEY
 from ia_mech.run.layout import RUN, UNPERTURBED
 from ia_mech.run.sources import sources_of
 
@@ -104,13 +105,20 @@ def without_response(run: Run, judge: str) -> str:
 
 def close_to_query(run: Run, judge: str) -> Iterator[str]:
     """How many follow-ups take most of their words from their query: wrong conversations don't show
-    whether they only ask it again."""
+    whether they only ask it again. And whether queries are shorter than those of the built-in
+    judge's fit, after which it takes many paraphrases of the query for follow-ups."""
     rows = run.labelled(judge)
+    words = rows["query"].drop_duplicates().str.split().str.len().median()
     rows = rows[(rows["perturbation"] == UNPERTURBED) & (rows["follow_up"] == 1) & run.drawn(rows)]
     if close := sum(map(restates, rows["query"], rows["text"])):
         yield (
-            f"{close} of the {len(rows)} follow-ups repeat mostly words of the query, and more may "
-            "paraphrase it: the judge's control can't detect this."
+            f"{close} of the {len(rows)} follow-ups repeat{'s' * (close == 1)} mostly words of the "
+            "query, and more may paraphrase it: the judge's control can't detect this."
+        )
+    if judge == BUILT_IN and words < FITTED_WORDS:
+        yield (
+            f"Half of the queries have at most {words:g} words. The built-in judge was fitted on "
+            "longer ones: here it takes many turns that ignore the response for follow-ups."
         )
 
 

@@ -16,6 +16,9 @@ from ia_mech.run.labels import BUILT_IN
 
 FITTED_TO = 0.7  # the highest temperature of turns that it was fitted on
 FOOTNOTE = f"*: above the built-in judge's fit (T ≤ {FITTED_TO})."
+# Half of a run's queries have this many words or more, if they are like those that it was fitted
+# on: of these, three quarters have at least 28.
+FITTED_WORDS = 20
 FEW_WORDS = 25  # fewer don't tell one language in Latin letters from another
 LEAST_SHARE = 1 / 10  # of function words in English; German or Indonesian texts have 0 to 0.06
 _WORD = re.compile(r"[^\W\d_]{2,}")

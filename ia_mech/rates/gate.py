@@ -95,11 +95,11 @@ class Gate:
         """That the control isn't passed; and how many queries like these would show with 80% power
         that it is, if it seems to be."""
         least = smallest_effect(vars(self.margin), GATE_LEVEL)
-        said = ", too few to pass"
+        said = f"; {self.margin.sources} queries are too few to pass"
         if not least > self.margin.value > 0:
             return said
         needed = math.ceil(self.margin.sources * (least / self.margin.value) ** 2)
-        return f"{said} with {self.margin.sources} queries (about {needed} such queries would do)"
+        return f"{said} (about {needed} such would do)"
 
     @property
     def details(self) -> list[str]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -129,8 +130,13 @@ def conclusion(estimates: pd.DataFrame, level: float = 0.95, fit: float = math.i
         0: f"It isn't shown that sampling at T = {best:g} brings out more",
         -1: f"Sampling at T = {best:g} makes follow-ups fewer",
     }[change]
-    numbers = estimate_of(found[RISE]).text(sign=True)
-    return f"{said}: the rise, minus that after wrong conversations, is {numbers}."
+    rise = estimate_of(found[RISE])
+    if rise.value < 0:
+        rise = replace(rise, value=-rise.value, low=-rise.high, high=-rise.low)
+    moves = "falls" if found[RISE]["value"] < 0 else "rises"
+    return (
+        f"{said}: the rate {moves} by {rise.text()}, net of its change after wrong conversations."
+    )
 
 
 def _best(

@@ -19,7 +19,7 @@ from ia_mech.run.layout import UNPERTURBED
 TURNS = 3
 # By ia_mech/judge/builtin/CARD.md, of the judge fitted without the model's study.
 ERRS = (
-    "The built-in judge undercounts on a model that it wasn't fitted on: it found 0.43 where a "
+    "The built-in judge errs: with a model left out of its fit, it found 0.43 follow-ups where a "
     "language model found 0.49 (Qwen2.5-Coder-1.5B), and 0.36 for 0.41 (SmolLM2-135M). "
     "For a claim, label turns yourself ({}) or take another judge."
 )

@@ -109,8 +109,8 @@ def browser(
     note = f"{plain:,} turns after {len(contexts) - changed:,} conversations."
     if changed:
         note += (
-            f" Of experiments, {count - plain:,} turns after {changed:,} changed conversations are "
-            "here, too: “condition”, under “more filters”, shows them."
+            f" {count - plain:,} turns after {changed:,} changed conversations are hidden: "
+            "“condition”, under “more filters”, shows them."
         )
     if share < 1:
         note = (
