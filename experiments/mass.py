@@ -26,6 +26,7 @@ import argparse
 import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
+from itertools import islice
 from typing import Any, ClassVar
 
 import numpy as np
@@ -190,12 +191,6 @@ def in_parts(
         yield group.row(ONCE_IN_ROLE, once.clip(0, 1), int(role.notna().sum()), **names)
 
 
-def _compared(found: pd.DataFrame) -> pd.Series:
-    """Which estimates are shown: of what is in role, those of what is covered, as tokens that
-    aren't covered may be in role, too."""
-    return (found["decoding"] != FIRST) | ~found["quantity"].isin([IN_ROLE, ONCE_IN_ROLE])
-
-
 class Mass(Experiment):
     name = "mass"
     judged = True
@@ -334,7 +329,8 @@ class Mass(Experiment):
                     yield from self._differences(own, group, by)
 
     def _decodings(self, own: pd.DataFrame, group: Group, by: str) -> Iterator[TidyEstimate]:
-        """Follow-ups and their two parts, by how much of a turn is sampled."""
+        """Follow-ups and their two parts, by how much of a turn is sampled. The mass itself has no
+        parts: first tokens that aren't covered may be in role, too."""
         if not by:
             yield group.mean(REST, own[REST], least=0, most=1, decoding=FIRST)
         for decoding in DECODINGS:
@@ -342,7 +338,8 @@ class Mass(Experiment):
             if share.notna().any():
                 noted = own[f"{decoding} {NOTED}"] > 0 if by else None
                 parts = share, own[f"{decoding} {IN_ROLE}"], noted
-                yield from in_parts(group, *parts, decoding=f"{decoding}{by}")
+                found = in_parts(group, *parts, decoding=f"{decoding}{by}")
+                yield from islice(found, 1 if decoding == FIRST else None)
             if (wrong := f"{decoding} {AFTER_WRONG}") in own and own[wrong].notna().any():
                 yield group.mean(AFTER_WRONG, own[wrong], proportion=True, decoding=decoding)
 
@@ -418,7 +415,6 @@ class Mass(Experiment):
             ONCE_IN_ROLE: ("once in role", 2),
         }
         every, t = found[found["term"] == EVERY], f"T = {self.args.temperature:g}"
-        every = every[_compared(every)]
         title = f"follow-ups by how many tokens are sampled at {t}"
         labelled = "The judge's label says what the greedy turn is."
         whole = tables_of(
@@ -473,8 +469,7 @@ class Mass(Experiment):
     def figures(self, found: pd.DataFrame) -> Mapping[str, Drawing]:
         rows = all_datasets(found[found["term"] == EVERY])
         rest = f"{FIRST} (up to {only(rows, REST)['value'].iloc[0]:.2f} more)"
-        rows = rows[rows["quantity"].isin([RATE, IN_ROLE]) & _compared(rows)]
-        rows = rows.replace({"decoding": {FIRST: rest}})
+        rows = rows[rows["quantity"].isin([RATE, IN_ROLE])].replace({"decoding": {FIRST: rest}})
         title = f"{self.runs[0].model['name']}, T = {self.args.temperature:g}"
         sampled: Drawing = Bars(
             title, "share of turns (0 to 1)", rows, names="decoding", by="quantity"

@@ -20,7 +20,7 @@ from runs import rewritten, sampled, unfinished, with_settings
 from shell import call, refusal
 
 from experiments import mass
-from experiments.mass import FIRST, GREEDY, LESS, RATE, REST, SHARE, WHOLE
+from experiments.mass import AFTER_WRONG, FIRST, GREEDY, LESS, RATE, REST, SHARE, WHOLE
 from experiments.outcome import IN_ROLE, ONCE_IN_ROLE
 from ia_mech.judge.judging import label_run
 from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, FOLLOW_UP, OUT_OF_ROLE
@@ -140,10 +140,16 @@ def estimate(out: Path, quantity: str, decoding: str = "", term: str = mass.EVER
 def test_estimates_are_means_over_contexts_and_once_in_role_is_their_ratio(out):
     each = pd.read_parquet(out / "contexts.parquet")
     each = each[each[f"{GREEDY} {SHARE}"].notna()]
-    share, role = each[f"{FIRST} {SHARE}"], each[f"{FIRST} {IN_ROLE}"]
+    share, rest = each[f"{FIRST} {SHARE}"], 1 - each[REST]
+    role = each[f"{FIRST} {IN_ROLE}"] / rest
     assert estimate(out, RATE, FIRST)["value"] == pytest.approx(share.mean())
-    assert estimate(out, IN_ROLE, FIRST)["value"] == pytest.approx(role.mean())
-    assert estimate(out, ONCE_IN_ROLE, FIRST)["value"] == pytest.approx(share.sum() / role.sum())
+    of = mass.OF_COVERED
+    assert estimate(out, RATE, of)["value"] == pytest.approx((share / rest).mean())
+    assert estimate(out, IN_ROLE, of)["value"] == pytest.approx(role.mean())
+    once = (share / rest).sum() / role.sum()
+    assert estimate(out, ONCE_IN_ROLE, of)["value"] == pytest.approx(once)
+    found = pd.read_parquet(out / "estimates.parquet")  # uncovered tokens may be in role, too
+    assert set(found.loc[found["decoding"] == FIRST, "quantity"]) == {RATE, REST, AFTER_WRONG}
     assert estimate(out, REST, FIRST)["value"] == pytest.approx(each[REST].mean())
     less = (share / (1 - each[REST]) - each[f"{GREEDY} {SHARE}"]).mean()
     assert estimate(out, RATE + LESS, mass.OF_COVERED)["value"] == pytest.approx(less)

@@ -18,7 +18,7 @@ from runs import sampled
 from tiny import blank
 
 from experiments import mass
-from experiments.mass import FIRST, GREEDY, HELD, RATE, REST, WHOLE
+from experiments.mass import FIRST, GREEDY, HELD, OF_COVERED, RATE, REST, WHOLE
 from experiments.outcome import IN_ROLE, ONCE_IN_ROLE, parts_of
 from ia_mech.estimates import all_datasets
 from ia_mech.judge.judging import label_run
@@ -122,13 +122,14 @@ def value(found: pd.DataFrame, quantity: str, decoding: str) -> float:
 
 def test_the_follow_up_mass_says_what_the_first_token_decides(made):
     follow_ups, role, held = made.wanted
-    for number, decoding in enumerate((GREEDY, FIRST, WHOLE)):
+    for number, decoding in enumerate((GREEDY, OF_COVERED, WHOLE)):
         error = ERROR if decoding == WHOLE else 1e-4
         found = [value(made.found, name, decoding) for name in (RATE, IN_ROLE)]
         assert found == pytest.approx([follow_ups[number], role[number]], abs=error)
         if role[number]:
             once = value(made.found, ONCE_IN_ROLE, decoding)
             assert once == pytest.approx(follow_ups[number] / role[number], abs=ERROR)
+    assert value(made.found, RATE, FIRST) == pytest.approx(follow_ups[1], abs=1e-4)
     assert value(made.found, REST, FIRST) == pytest.approx(0, abs=1e-4)
     assert value(made.found, HELD, FIRST) == pytest.approx(held, abs=0.15)
 

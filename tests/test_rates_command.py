@@ -321,6 +321,7 @@ def test_rates_of_several_runs_do_not_take_the_place_of_one_runs_own(copy, rates
     assert rates(first.path).status == rates(first.path, second.path).status == 0
     own, pooled = (read(folder_of(first.path, f"rates-builtin{end}")) for end in ("", "-pooled"))
     assert len(own.about["identities"]) == 1 and len(pooled.about["identities"]) == 2
+    assert " of 2 runs" in pooled.sentence and " of 2 runs" not in own.sentence
 
 
 def test_a_place_that_results_can_not_go_to(run, rates, tmp_path):

@@ -30,7 +30,8 @@ from ia_mech.judge.sheets import export_sheet, import_sheet, write_sheet
 from ia_mech.judge.shown import labelled_turns, rule
 from ia_mech.page import packed, rendered
 from ia_mech.rates.__main__ import main as rates_main
-from ia_mech.rates.evidence import close_to_query
+from ia_mech.rates.evidence import doubts
+from ia_mech.rates.fit import FITTED_WORDS
 from ia_mech.report import turns as browsers
 from ia_mech.report.__main__ import main, render_report
 from ia_mech.report.contents import missing
@@ -586,7 +587,11 @@ def test_follow_ups_that_take_most_of_their_words_from_the_query_are_counted():
     ]
     rows = pd.DataFrame(said, columns=["query", "text", "follow_up", "perturbation", "drawn"])
     run = SimpleNamespace(labelled=lambda judge: rows, drawn=lambda these: these["drawn"])
-    (line,) = close_to_query(run, "me")
+    (line,) = doubts(run, "me")
     assert line.startswith("1 of the 2 follow-ups repeats mostly words of the query")
     rows.loc[0, "text"] = "What does the fado cost?"
-    assert list(close_to_query(run, "me")) == []
+    assert list(doubts(run, "me")) == []
+    (line,) = doubts(run, "builtin")
+    assert line.startswith("Half of the queries have at most 5 words.")
+    rows["query"] = "word " * FITTED_WORDS
+    assert list(doubts(run, "builtin")) == []

@@ -119,7 +119,7 @@ def judge_items(
                 estimate = judge.estimate(missing)
             if estimate:
                 progress.say(estimate)
-            progress.start("judging", len(missing), unit="distinct turns and decoy")
+            progress.start("judging", len(missing), unit="label")
             try:
                 verdicts |= _judge_missing(judge, missing, cache, progress)
             finally:

@@ -2,8 +2,6 @@
 
 from ia_mech.judge.builtin.features import FUNCTION_WORDS, WORD
 
-NAME = "mostly the query's words"  # what is said of such a turn
-
 
 def restates(query: str, text: str) -> bool:
     """Whether more than half of a turn's distinct words, without function words, are the query's.

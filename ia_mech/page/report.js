@@ -3,7 +3,7 @@
 const SHOWN_AFTER = ["its own conversation", "a wrong conversation", "a sibling of its response"];
 const DECOYS = [null, "wrong_conversation", "sibling"]; // as results name them
 const DECOY = [null, "this is a wrong conversation for it", "this response is a sibling of its own"];
-const RESTATES = "mostly the query's words"; // as ia_mech/judge/restated.py finds
+const RESTATES = "mostly the query's words"; // said of turns that judge/restated.py suspects
 const WHOLE = "whole turns"; // all of whose tokens are sampled, and greedy ones
 const UNCHANGED = "unchanged"; // the condition of a conversation that no experiment changed
 const CONTEXTS = 10; // on a page

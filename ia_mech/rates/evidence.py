@@ -103,10 +103,10 @@ def without_response(run: Run, judge: str) -> str:
     )
 
 
-def close_to_query(run: Run, judge: str) -> Iterator[str]:
-    """How many follow-ups take most of their words from their query: wrong conversations don't show
-    whether they only ask it again. And whether queries are shorter than those of the built-in
-    judge's fit, after which it takes many paraphrases of the query for follow-ups."""
+def doubts(run: Run, judge: str) -> Iterator[str]:
+    """What makes a judge's follow-ups doubtful that its control can't show: how many take most of
+    their words from their query; and, of the built-in judge, that queries are shorter than those of
+    its fit, since it takes paraphrases of short queries for follow-ups (its card)."""
     rows = run.labelled(judge)
     words = rows["query"].drop_duplicates().str.split().str.len().median()
     rows = rows[(rows["perturbation"] == UNPERTURBED) & (rows["follow_up"] == 1) & run.drawn(rows)]
@@ -118,7 +118,7 @@ def close_to_query(run: Run, judge: str) -> Iterator[str]:
     if judge == BUILT_IN and words < FITTED_WORDS:
         yield (
             f"Half of the queries have at most {words:g} words. The built-in judge was fitted on "
-            "longer ones: here it takes many turns that ignore the response for follow-ups."
+            "longer ones: here it may take many turns that ignore the response for follow-ups."
         )
 
 

@@ -75,9 +75,7 @@ class JudgedTurns:
     notes: list[str]  # what a reader has to know of how they were put together
     responses: str = EVERY  # after which the turns come
     by: str | None = None  # the field of the data whose values stand in for datasets
-    sampled_tokens: int | None = (
-        None  # of the sampled turns; None where they are sampled as a whole
-    )
+    sampled_tokens: int | None = None  # of the sampled turns; None: all
     foreign: frozenset[str] = frozenset()  # contexts that don't look English, if the judge reads it
     decoys: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=_DECOYS))
 

@@ -13,7 +13,7 @@ from ia_mech.judge.decoys import AFTER, DECOY_KINDS, WRONG
 from ia_mech.judge.rubric import heading
 from ia_mech.rates import figures, latent
 from ia_mech.rates.compute import MIN_ANNOTATED, MIN_ANNOTATED_SOURCES, RELIABILITY_TURNS, estimates
-from ia_mech.rates.evidence import DEPENDENT, close_to_query, without_response
+from ia_mech.rates.evidence import DEPENDENT, doubts, without_response
 from ia_mech.rates.fit import highest, marked
 from ia_mech.rates.gate import RULE, Gate, named
 from ia_mech.rates.load import EVERY, QUESTION, SUBJECT, JudgedTurns, matching
@@ -94,7 +94,7 @@ def result_on(
     beside = [f"but {one}" for one in counts if one]
     control = [f"{'; '.join([*(gate.short for gate in gates), *beside])}."]
     if len(judged.runs) == 1 and judged.responses == EVERY and judged.sampled_tokens is None:
-        control += close_to_query(judged.runs[0], judged.judge)
+        control += doubts(judged.runs[0], judged.judge)
     control += [sentence for gate in gates for sentence in gate.details]
     control += [f"{known[0].upper()}{known[1:]}."] if known else []
     made = Result(

@@ -6,7 +6,7 @@ from pathlib import Path
 from ia_mech.cli import program, shell_word
 from ia_mech.estimates import all_datasets
 from ia_mech.judge.shown import labelled_turns, lines_of, rule
-from ia_mech.rates.evidence import close_to_query, without_response
+from ia_mech.rates.evidence import doubts, without_response
 from ia_mech.rates.fit import highest, starred, temperature
 from ia_mech.rates.gate import gate_of, named
 from ia_mech.rates.latent import conclusion
@@ -47,7 +47,7 @@ def turns_shown(run: Run, judge: str) -> Iterator[str]:
     yield from control(run, judge)
     if counts := without_response(run, judge):
         yield f"{counts[0].upper()}{counts[1:]}."
-    yield from close_to_query(run, judge)
+    yield from doubts(run, judge)
     if judge == BUILT_IN and not run.labels.annotators:
         yield ERRS.format(f"{program('ia-mech')} annotate export {shell_word(run.path)}")
     yield ""
