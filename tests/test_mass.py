@@ -191,9 +191,12 @@ def test_labels_of_all_first_tokens_give_the_annotator_s_mass(used, out, tmp_pat
     held = {RATE: truth == FOLLOW_UP, IN_ROLE: truth.isin(ASSESSED) & ~truth.isin(OUT_OF_ROLE)}
     greedy = tokens[tokens["greedy"] & tokens[SHARE].notna()]
     kept = tokens["context_id"].isin(greedy["context_id"])
+    covered = (tokens["p"] * truth.isin(ASSESSED))[kept].groupby(tokens["context_id"]).sum()
     for quantity, of in held.items():
         by_context = (tokens["p"] * of)[kept].groupby(tokens["context_id"]).sum()
-        for decoding, value in ((FIRST, by_context.mean()), (GREEDY, of[greedy.index].mean())):
+        wanted = {GREEDY: of[greedy.index].mean(), mass.OF_COVERED: (by_context / covered).mean()}
+        wanted |= {FIRST: by_context.mean()} if quantity == RATE else {}
+        for decoding, value in wanted.items():
             found = estimate(again, quantity, f"{decoding}{mass.CORRECTED}")
             assert found["value"] == pytest.approx(value)
             assert estimate(again, quantity, decoding).equals(estimate(out, quantity, decoding))
